@@ -1,0 +1,1 @@
+"""Moontide: policy-consistent KV caching for vLLM fleets on Kubernetes."""

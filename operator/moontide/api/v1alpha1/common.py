@@ -1,0 +1,107 @@
+"""What the three kinds share: the base model, conditions, references and quantities.
+
+The pydantic models of this package are the one source of the CRDs (see ``moontide.crdgen``). A model's
+``json_schema_extra`` may carry ``x-kubernetes-*`` keys; they pass into the structural schema unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+GROUP = "moontide.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+
+ConditionStatus = Literal["True", "False", "Unknown"]
+
+
+class Api(BaseModel):
+    """Base of every API object: camelCase on the wire, immutable in memory, unknown fields refused."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON form the API server takes: camelCase keys, absent instead of null."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def rule(expression: str, message: str, **more: Any) -> dict[str, Any]:
+    """One CEL validation rule; ``message`` says what to write instead."""
+    return {"rule": expression, "message": message, **more}
+
+
+def validations(*rules: dict[str, Any]) -> dict[str, Any]:
+    """The schema key that carries CEL rules."""
+    return {"x-kubernetes-validations": list(rules)}
+
+
+def list_map(*keys: str) -> dict[str, Any]:
+    """A list that server-side apply merges by ``keys``."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)}
+
+
+class Condition(Api):
+    """A condition in the sense of the Kubernetes API conventions."""
+
+    type: Annotated[str, Field(max_length=316)]
+    status: ConditionStatus
+    reason: Annotated[str, Field(min_length=1, max_length=1024)]
+    """One CamelCase word a program can match on."""
+    message: Annotated[str, Field(max_length=32768)] = ""
+    """A sentence for a person."""
+    last_transition_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+    """When ``status`` last changed; a new reason alone does not move it."""
+    observed_generation: int | None = None
+
+
+Conditions = Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_extra=list_map("type"))]
+
+Timestamp = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"})]
+
+Quantity = Annotated[
+    str, Field(max_length=20, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", json_schema_extra={})
+]
+"""A Kubernetes quantity, always as a string ("256Mi")."""
+
+_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def quantity_bytes(quantity: str) -> int:
+    """Bytes that ``quantity`` ("256Mi", "1.5Gi", "1000") names, rounded down.
+
+    Raises ValueError for a unit that makes no sense for memory.
+    """
+    number = quantity.rstrip("kMGTim")
+    unit = quantity[len(number) :]
+    if unit not in _FACTORS:
+        raise ValueError(f"{quantity!r} is not an amount of memory; write for example 512Mi or 4Gi")
+    return int(float(number) * _FACTORS[unit])
+
+
+class ObjectName(Api):
+    """Names another object in the same namespace."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+
+
+class ResourceRequirements(Api):
+    """Container resources, as in a pod spec."""
+
+    limits: Annotated[dict[str, str], Field(default_factory=dict)]
+    requests: Annotated[dict[str, str], Field(default_factory=dict)]
+
+
+class EnvVar(Api):
+    """A literal environment variable."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    value: Annotated[str, Field(max_length=32768)] = ""

@@ -1,0 +1,166 @@
+"""InferenceDeployment: a fleet of equal vLLM replicas."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from moontide.api.v1alpha1.common import (
+    Api,
+    Conditions,
+    EnvVar,
+    ObjectName,
+    Quantity,
+    ResourceRequirements,
+    rule,
+    validations,
+)
+
+MANAGED_FLAGS = (
+    "--model",
+    "--served-model-name",
+    "--host",
+    "--port",
+    "--kv-transfer-config",
+    "--shutdown-timeout",
+    "--api-key",
+    "--root-path",
+    "--uds",
+)
+"""vLLM flags that the operator sets itself, because the gate or the protocol depends on them."""
+
+MANAGED_ENV = ("PYTHONHASHSEED", "VLLM_PLUGINS", "VLLM_PORT", "VLLM_HOST_IP", "MOONCAKE_CONFIG_PATH")
+"""Environment variables that the operator sets itself; every ``MOONTIDE_`` and dev-mode variable too."""
+
+_flag_list = "[" + ", ".join(f"'{flag}'" for flag in MANAGED_FLAGS) + "]"
+_env_list = "[" + ", ".join(f"'{name}'" for name in (*MANAGED_ENV, "VLLM_SERVER_DEV_MODE")) + "]"
+
+
+class Model(Api):
+    """Which weights an engine process starts with."""
+
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                "self.source.matches('^(hf://[^/]+/.+|pvc://[^/]+/.+)$')",
+                "model.source names no place Moontide can load from; write pvc://CLAIM/FOLDER or hf://ORG/NAME",
+            ),
+        )
+    )
+
+    source: Annotated[str, Field(min_length=1, max_length=1024)]
+    """``pvc://CLAIM/FOLDER`` (mounted read-only) or ``hf://ORG/NAME`` (fetched by the engine)."""
+    served_name: Annotated[str, Field(min_length=1, max_length=253)]
+    """The model name that clients send."""
+    version: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")] = "default"
+    """The policy version these weights are; a replica that restarts comes back with it."""
+
+
+class Engine(Api):
+    """How the engine process runs."""
+
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                f"!self.args.exists(a, {_flag_list}.exists(f, a == f || a.startsWith(f + '=')))",
+                "engine.args holds a flag that Moontide sets itself (" + ", ".join(MANAGED_FLAGS) + "); remove it, "
+                "and use spec.model, spec.kvCache or spec.rollout instead",
+            ),
+            rule(
+                f"!self.env.exists(e, e.name in {_env_list} || e.name.startsWith('MOONTIDE_'))",
+                "engine.env holds a variable that Moontide sets itself ("
+                + ", ".join(MANAGED_ENV)
+                + ", VLLM_SERVER_DEV_MODE, MOONTIDE_*); remove it",
+            ),
+        )
+    )
+
+    image: Annotated[str | None, Field(min_length=1, max_length=512)] = None
+    """Image with vLLM and the Moontide plugin; the operator's configured image when absent."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """``cpu`` is for trying things out: it drops the GPU request and sets what vLLM's CPU build needs."""
+    args: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=128)] = ()
+    """More flags for ``vllm serve``."""
+    env: Annotated[tuple[EnvVar, ...], Field(max_length=128)] = ()
+
+
+class KVCache(Api):
+    """The pool the replicas share KV through."""
+
+    pool_ref: ObjectName
+
+
+class Rollout(Api):
+    """How pods are replaced."""
+
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                "self.maxSurge > 0 || self.maxUnavailable > 0",
+                "maxSurge and maxUnavailable are both 0, so no pod could ever be replaced; write 1 for one of them",
+            ),
+        )
+    )
+
+    max_surge: Annotated[int, Field(ge=0, le=1000)] = 0
+    max_unavailable: Annotated[int, Field(ge=0, le=1000)] = 1
+    drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
+    """How long requests in flight may take to end after SIGTERM."""
+
+
+class InferenceDeploymentSpec(Api):
+    """What the user asks of a fleet."""
+
+    model: Model
+    engine: Annotated[Engine, Field(default_factory=Engine)]
+    replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
+    resources: ResourceRequirements | None = None
+    """Container resources; when absent one ``nvidia.com/gpu`` (device cuda) or none (device cpu)."""
+    shared_memory: Quantity = "1Gi"
+    """Size of ``/dev/shm``; vLLM needs at least 160Mi."""
+    kv_cache: KVCache | None = None
+    """Without it the replicas keep local caches only."""
+    policy_ref: ObjectName | None = None
+    """The PolicyVersion this fleet follows; without it epoch 0 holds for ever."""
+    rollout: Annotated[Rollout, Field(default_factory=Rollout)]
+
+
+class ClosedReplica(Api):
+    """A replica that serves nothing, and why."""
+
+    name: str
+    address: str | None = None
+    """``host:port`` of its admin plane, where a trainer pushes weights."""
+    reason: str
+    message: Annotated[str, Field(max_length=1024)] = ""
+
+
+class InferenceDeploymentStatus(Api):
+    """What the operator sees of a fleet."""
+
+    observed_generation: int | None = None
+    conditions: Conditions = ()
+    replicas: int = 0
+    ready_replicas: int = 0
+    current_replicas: int = 0
+    """Replicas open in the fleet's epoch."""
+    ready: str | None = None
+    """Ready of wanted, for people: "2/2"."""
+    current: str | None = None
+    """Current of wanted, for people: "2/2"."""
+    selector: str | None = None
+    """Label selector of the pods, for the scale subresource."""
+    version: str | None = None
+    epoch: int | None = None
+    endpoint: str | None = None
+    """Host of the Service in front of the fleet."""
+    pool: str | None = None
+    closed: Annotated[tuple[ClosedReplica, ...], Field(max_length=10)] = ()
+
+
+class InferenceDeployment(Api):
+    """A fleet of equal vLLM replicas that share KV through a pool and follow a policy."""
+
+    spec: InferenceDeploymentSpec
+    status: InferenceDeploymentStatus | None = None

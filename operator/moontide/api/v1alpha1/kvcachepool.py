@@ -1,0 +1,73 @@
+"""KVCachePool: one Mooncake master service and the memory its clients lend it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from moontide.api.v1alpha1.common import Api, Conditions, Quantity, ResourceRequirements, rule, validations
+
+
+class Master(Api):
+    """The Mooncake master process and its wiper sidecar."""
+
+    image: Annotated[str | None, Field(min_length=1, max_length=512)] = None
+    """Image with ``mooncake_master`` and the wiper; the operator's configured image when absent."""
+    resources: Annotated[ResourceRequirements, Field(default_factory=ResourceRequirements)]
+    lease_ttl_milliseconds: Annotated[int, Field(ge=100, le=600_000)] = 5_000
+    """How long a looked-up key is kept from eviction, in milliseconds (``-default_kv_lease_ttl``)."""
+    client_ttl_seconds: Annotated[int, Field(ge=1, le=3600)] = 4
+    """Seconds without a ping after which a client's memory counts as lost (``-client_ttl``)."""
+    eviction_high_watermark_percent: Annotated[int, Field(ge=10, le=100)] = 95
+    """Fill, in percent, above which the master evicts (``-eviction_high_watermark_ratio``)."""
+
+
+class Memory(Api):
+    """The memory that attached engines lend the pool."""
+
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                "quantity(self.perReplica).compareTo(quantity('16Mi')) >= 0",
+                "memory.perReplica is less than Mooncake's smallest segment; write 16Mi or more",
+            ),
+        )
+    )
+
+    per_replica: Quantity = "1Gi"
+    """What each attached engine lends."""
+    local_buffer: Quantity = "64Mi"
+    """Transfer buffer of each client."""
+
+
+class KVCachePoolSpec(Api):
+    """What the user asks of a pool."""
+
+    master: Annotated[Master, Field(default_factory=Master)]
+    memory: Annotated[Memory, Field(default_factory=Memory)]
+
+
+class KVCachePoolStatus(Api):
+    """What the operator sees of a pool, read from the master's own endpoints."""
+
+    observed_generation: int | None = None
+    conditions: Conditions = ()
+    endpoint: str | None = None
+    """``host:port`` that clients use for the master's RPC."""
+    clients: int | None = None
+    """Clients that have memory mounted."""
+    keys: int | None = None
+    capacity_bytes: int | None = None
+    allocated_bytes: int | None = None
+    used: str | None = None
+    """Fill for people, for example "12 %"."""
+    deployments: Annotated[tuple[str, ...], Field(max_length=256)] = ()
+    """Names of the InferenceDeployments that name this pool."""
+
+
+class KVCachePool(Api):
+    """A Mooncake store that the engines of a namespace share."""
+
+    spec: Annotated[KVCachePoolSpec, Field(default_factory=KVCachePoolSpec)]
+    status: KVCachePoolStatus | None = None
