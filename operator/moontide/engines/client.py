@@ -1,0 +1,155 @@
+"""HTTP client of one engine's admin plane and of one pool's wiper (docs/engine-admin-api.md).
+
+What a peer answers is data, not an exception: every call ends with an :class:`EngineStatus` or a reason, or with a
+:class:`Result`. A call succeeds only when the body is a JSON object whose ``success`` is ``true``; an empty body, a
+page of HTML and a 200 without the field are failures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from moontide.planning.model import Action, Command, EngineStatus, Fleet, Result, Wipe
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+TERM = 0
+"""Counts changes of leader; one operator runs (Recreate), so it is constant until there is a Lease."""
+
+STATUS_SECONDS = 3.0
+"""A healthy engine answers its status in milliseconds; one that needs longer is not reset, whatever it says later."""
+MARGIN_SECONDS = 2.0
+"""How much longer than the engine's own bound the client waits, so that the engine's reason arrives."""
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """No usable answer, and why."""
+
+    reason: str
+    message: str
+
+
+def new_http_client() -> httpx.AsyncClient:
+    """A client for admin planes: no proxies, no redirects, no retries (the next look decides), many connections."""
+    return httpx.AsyncClient(
+        trust_env=False,
+        follow_redirects=False,
+        limits=httpx.Limits(max_connections=256, max_keepalive_connections=256),
+    )
+
+
+async def _json(
+    http: httpx.AsyncClient, method: str, url: str, token: str, seconds: float, body: dict[str, Any] | None = None
+) -> tuple[int, dict[str, Any]] | Unanswered:
+    try:
+        async with asyncio.timeout(seconds):
+            response = await http.request(
+                method, url, json=body, headers={"authorization": f"Bearer {token}"}, timeout=seconds
+            )
+    except (TimeoutError, httpx.TimeoutException):
+        return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
+    except httpx.HTTPError as error:
+        return Unanswered("Unreachable", f"{url}: {type(error).__name__}: {error}")
+    if not response.content:
+        return Unanswered("EmptyBody", f"{url} answered {response.status_code} with an empty body")
+    try:
+        parsed = response.json()
+    except ValueError:
+        return Unanswered("NotJson", f"{url} answered {response.status_code}: {response.text[:200]}")
+    if not isinstance(parsed, dict):
+        return Unanswered("NotJson", f"{url} answered {response.status_code} with a {type(parsed).__name__}")
+    return response.status_code, parsed
+
+
+async def engine_status(http: httpx.AsyncClient, address: str, token: str) -> EngineStatus | Unanswered:
+    """What the engine at ``address`` (host:port) says of itself, within :data:`STATUS_SECONDS`."""
+    answer = await _json(http, "GET", f"http://{address}/moontide/v1/status", token, STATUS_SECONDS)
+    if isinstance(answer, Unanswered):
+        return answer
+    code, body = answer
+    if code != 200:
+        return Unanswered(f"Http{code}", f"{address} answered {code}: {str(body)[:200]}")
+    try:
+        return EngineStatus.model_validate(body)
+    except ValidationError as error:
+        return Unanswered("NotAStatus", f"{address}: {error.error_count()} fields are missing or wrong: {error}"[:500])
+
+
+def _result(action: Action, answer: tuple[int, dict[str, Any]] | Unanswered, started: float) -> Result:
+    seconds = time.monotonic() - started
+    if isinstance(answer, Unanswered):
+        return Result(action, False, answer.reason, answer.message, seconds=seconds)
+    code, body = answer
+    success = code == 200 and body.get("success") is True
+    reason = str(body.get("reason") or ("" if success else f"Http{code}"))
+    message = str(body.get("message") or ("" if success else str(body)[:200]))
+    removed = body.get("removed")
+    return Result(action, success, reason, message, removed if isinstance(removed, int) else 0, seconds)
+
+
+async def send(http: httpx.AsyncClient, command: Command, token: str) -> Result:
+    """One command to one engine; at most ``timeout_seconds`` in the engine and :data:`MARGIN_SECONDS` around it."""
+    started = time.monotonic()
+    engine = command.replica.status
+    if engine is None or command.replica.address is None:
+        return Result(command, False, "Unreachable", "the engine did not answer its status")
+    body: dict[str, Any] = {"term": TERM, "epoch": command.epoch, "bootId": engine.boot_id, **command.body}
+    if command.step.value in ("quiesce", "drain", "reset"):
+        body["timeoutSeconds"] = command.timeout_seconds
+    url = f"http://{command.replica.address}/moontide/v1/{command.step.value}"
+    answer = await _json(http, "POST", url, token, command.timeout_seconds + MARGIN_SECONDS, body)
+    return _result(command, answer, started)
+
+
+async def wipe(http: httpx.AsyncClient, action: Wipe, url: str, token: str) -> Result:
+    """Remove the fleet's keys, then verify: only a second removal that finds nothing proves it.
+
+    ``url`` is the wiper's base. ``removed`` counts the keys of the first removal.
+    """
+    started = time.monotonic()
+    body = {"namespace": action.fleet.uid, "timeoutSeconds": action.timeout_seconds}
+    seconds = action.timeout_seconds + MARGIN_SECONDS
+    first = _result(action, await _json(http, "POST", f"{url}/moontide/v1/wipe", token, seconds, body), started)
+    if not first.success:
+        return first
+    answer = await _json(http, "POST", f"{url}/moontide/v1/wipe", token, seconds, body)
+    second = _result(action, answer, started)
+    if not second.success:
+        return Result(action, False, second.reason, second.message, first.removed, second.seconds)
+    left = None if isinstance(answer, Unanswered) else answer[1].get("removed")
+    if left != 0:
+        text = f"a second removal still found {left} keys"
+        return Result(action, False, "KeysLeft", text, first.removed, second.seconds)
+    return Result(action, True, "Verified", "", first.removed, second.seconds)
+
+
+async def fan_out(items: list[T], call: Callable[[T], Awaitable[R]], limit: int = 64) -> list[R]:
+    """``call`` on each item, at most ``limit`` at once; results in the order of ``items``.
+
+    Cancelling it cancels every call in flight. ``call`` must not raise for what a peer does.
+    """
+    gate = asyncio.Semaphore(limit)
+
+    async def one(item: T) -> R:
+        async with gate:
+            return await call(item)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(item)) for item in items]
+    return [task.result() for task in tasks]
+
+
+def wipe_without_store(action: Wipe, fleet: Fleet) -> Result:
+    """The result for a fleet whose wipe needs no call: it has no pool, or the pool it names is missing."""
+    if fleet.pool is None:
+        return Result(action, True, "NoStore", "the fleet keeps local caches only")
+    return Result(action, False, "PoolNotFound", f"KVCachePool {fleet.pool} does not exist, so nothing can be verified")
