@@ -1,0 +1,76 @@
+"""The operator's configuration: environment variables, read once at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+_OWN_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+DEFAULT_ENGINE_IMAGE = "moontide/engine:0.1.0-vllm0.32.0-cuda"
+DEFAULT_MOONCAKE_IMAGE = "moontide/mooncake:0.1.0-mooncake0.3.13"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What may differ from one installation to the next. Specs win over every default here."""
+
+    namespace: str = "default"
+    """The operator's own namespace, where its root key is."""
+    watch_namespace: str = ""
+    """The one namespace whose resources it serves; empty: all of them."""
+    engine_image: str = DEFAULT_ENGINE_IMAGE
+    engine_device: Literal["cuda", "cpu"] = "cuda"
+    mooncake_image: str = DEFAULT_MOONCAKE_IMAGE
+    log_level: str = "INFO"
+    liveness_port: int = 8080
+    metrics_port: int = 8081
+    """Serves ``/readyz`` and ``/metrics``."""
+    resync_seconds: float = 60.0
+    """Every resource is looked at again after this time, whatever was or was not observed."""
+
+
+def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_FILE) -> Config:
+    """The configuration that ``environ`` describes. Raises ValueError for a value that makes no sense."""
+    default = Config()
+    namespace = environ.get("MOONTIDE_NAMESPACE", "").strip()
+    if not namespace and own_namespace_file.exists():
+        namespace = own_namespace_file.read_text().strip()
+    device = environ.get("MOONTIDE_ENGINE_DEVICE") or default.engine_device
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"MOONTIDE_ENGINE_DEVICE is {device!r}; write cuda or cpu")
+    level = (environ.get("MOONTIDE_LOG_LEVEL") or default.log_level).upper()
+    if level not in LOG_LEVELS:
+        raise ValueError(f"MOONTIDE_LOG_LEVEL is {level!r}; write one of {', '.join(LOG_LEVELS)}")
+    return Config(
+        namespace=namespace or default.namespace,
+        watch_namespace=environ.get("MOONTIDE_WATCH_NAMESPACE", "").strip(),
+        engine_image=environ.get("MOONTIDE_ENGINE_IMAGE") or default.engine_image,
+        engine_device=cast("Literal['cuda', 'cpu']", device),
+        mooncake_image=environ.get("MOONTIDE_MOONCAKE_IMAGE") or default.mooncake_image,
+        log_level=level,
+        liveness_port=_port(environ, "MOONTIDE_LIVENESS_PORT", default.liveness_port),
+        metrics_port=_port(environ, "MOONTIDE_METRICS_PORT", default.metrics_port),
+        resync_seconds=_seconds(environ, "MOONTIDE_RESYNC_SECONDS", default.resync_seconds),
+    )
+
+
+def _port(environ: Mapping[str, str], name: str, default: int) -> int:
+    raw = environ.get(name) or str(default)
+    if not raw.isdigit() or not 0 < int(raw) < 65536:
+        raise ValueError(f"{name} is {raw!r}; write a TCP port")
+    return int(raw)
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    raw = environ.get(name) or str(default)
+    try:
+        value = float(raw)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 86_400:
+        raise ValueError(f"{name} is {raw!r}; write seconds, for example 60")
+    return value

@@ -1,0 +1,456 @@
+"""The one door to the API server: typed reads, server-side apply, status, Events.
+
+Every method raises :class:`moontide.errors.Retry` or :class:`moontide.errors.InvalidSpec` where the API server refuses
+or cannot be reached (see :mod:`moontide.kube.errors`); none returns success without the server's answer.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar, cast
+
+from kubernetes.aio import client as k8s
+from kubernetes.aio.client.exceptions import ApiException
+from pydantic import ValidationError
+
+from moontide.api.v1alpha1 import (
+    API_VERSION,
+    GROUP,
+    VERSION,
+    Api,
+    InferenceDeployment,
+    InferenceDeploymentStatus,
+    KVCachePool,
+    KVCachePoolStatus,
+    PolicyVersion,
+    PolicyVersionStatus,
+)
+from moontide.errors import InvalidSpec, Retry
+from moontide.kube.errors import mapped
+from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL, Kind
+
+T = TypeVar("T", bound=Api)
+M = TypeVar("M", bound=Api)
+
+MANAGER = "moontide"
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+REQUEST_SECONDS = 15.0
+EVENT_WINDOW = dt.timedelta(minutes=5)
+"""An Event that says the same again within this time is not written."""
+_EVENT_MEMORY = 4096
+
+Child = k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap | k8s.V1Secret
+"""The kinds of children that the operator applies."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What Moontide reads of an object's metadata."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    annotations: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resource(Generic[T]):
+    """A custom object: its metadata and its parsed spec and status."""
+
+    meta: Meta
+    model: T
+    kind: str
+
+    def owner_reference(self) -> k8s.V1OwnerReference:
+        """A controller reference to this object: its children go when it goes."""
+        return k8s.V1OwnerReference(
+            api_version=API_VERSION,
+            kind=self.kind,
+            name=self.meta.name,
+            uid=self.meta.uid,
+            controller=True,
+            block_owner_deletion=True,
+        )
+
+
+def parse(kind: Kind[T], body: dict[str, Any]) -> Resource[T]:
+    """A custom object as the API server sends it. Fields of a newer schema are ignored.
+
+    Raises :class:`InvalidSpec` for an object that the current models cannot read.
+    """
+    metadata = body["metadata"]
+    meta = Meta(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        generation=metadata.get("generation", 0),
+        deletion_timestamp=metadata.get("deletionTimestamp"),
+        labels=dict(metadata.get("labels") or {}),
+        annotations=dict(metadata.get("annotations") or {}),
+    )
+    content = {key: body[key] for key in ("spec", "status") if body.get(key) is not None}
+    try:
+        model = kind.model.model_validate(content, extra="ignore")
+    except ValidationError as error:
+        raise InvalidSpec("Unreadable", f"{kind.kind} {meta.namespace}/{meta.name}: {error}") from error
+    return Resource(meta=meta, model=model, kind=kind.kind)
+
+
+class Kube:
+    """The operator's API client. One instance serves the whole process."""
+
+    def __init__(self, api: k8s.ApiClient) -> None:
+        self._core = k8s.CoreV1Api(api)
+        self._apps = k8s.AppsV1Api(api)
+        self._custom = k8s.CustomObjectsApi(api)
+        self._events: dict[str, tuple[dt.datetime, int]] = {}
+
+    # Custom objects --------------------------------------------------------------------------------------------
+
+    async def get_policy(self, namespace: str, name: str) -> Resource[PolicyVersion] | None:
+        """The PolicyVersion, or None when there is none."""
+        return await self._get(POLICY, namespace, name)
+
+    async def get_deployment(self, namespace: str, name: str) -> Resource[InferenceDeployment] | None:
+        """The InferenceDeployment, or None when there is none."""
+        return await self._get(DEPLOYMENT, namespace, name)
+
+    async def get_pool(self, namespace: str, name: str) -> Resource[KVCachePool] | None:
+        """The KVCachePool, or None when there is none."""
+        return await self._get(POOL, namespace, name)
+
+    async def list_deployments(self, namespace: str) -> list[Resource[InferenceDeployment]]:
+        """Every InferenceDeployment of the namespace, by name."""
+        with mapped(f"list InferenceDeployments of {namespace}"):
+            answer = await self._custom.list_namespaced_custom_object(
+                GROUP, VERSION, namespace, DEPLOYMENT.plural, _request_timeout=REQUEST_SECONDS
+            )
+        found = [parse(DEPLOYMENT, item) for item in cast("dict[str, Any]", answer)["items"]]
+        return sorted(found, key=lambda resource: resource.meta.name)
+
+    async def list_deployments_following(self, namespace: str, policy: str) -> list[Resource[InferenceDeployment]]:
+        """The InferenceDeployments of the namespace whose ``policyRef`` names ``policy``, by name."""
+        return [
+            resource
+            for resource in await self.list_deployments(namespace)
+            if resource.model.spec.policy_ref is not None and resource.model.spec.policy_ref.name == policy
+        ]
+
+    async def list_deployments_of_pool(self, namespace: str, pool: str) -> list[Resource[InferenceDeployment]]:
+        """The InferenceDeployments of the namespace whose ``kvCache.poolRef`` names ``pool``, by name."""
+        return [
+            resource
+            for resource in await self.list_deployments(namespace)
+            if resource.model.spec.kv_cache is not None and resource.model.spec.kv_cache.pool_ref.name == pool
+        ]
+
+    async def apply_policy_status(
+        self, namespace: str, name: str, status: PolicyVersionStatus, uid: str | None = None
+    ) -> bool:
+        """Make ``status`` the PolicyVersion's status: what it does not hold is removed.
+
+        With ``uid``, an object of that name but another uid is refused (:class:`Retry`). Returns False when the
+        object is gone.
+        """
+        return await self._apply_status(POLICY, namespace, name, status, uid)
+
+    async def apply_deployment_status(
+        self, namespace: str, name: str, status: InferenceDeploymentStatus, uid: str | None = None
+    ) -> bool:
+        """As :meth:`apply_policy_status`, of an InferenceDeployment."""
+        return await self._apply_status(DEPLOYMENT, namespace, name, status, uid)
+
+    async def apply_pool_status(
+        self, namespace: str, name: str, status: KVCachePoolStatus, uid: str | None = None
+    ) -> bool:
+        """As :meth:`apply_policy_status`, of a KVCachePool."""
+        return await self._apply_status(POOL, namespace, name, status, uid)
+
+    async def _get(self, kind: Kind[T], namespace: str, name: str) -> Resource[T] | None:
+        with mapped(f"get {kind.kind} {namespace}/{name}"):
+            try:
+                body = await self._custom.get_namespaced_custom_object(
+                    GROUP, VERSION, namespace, kind.plural, name, _request_timeout=REQUEST_SECONDS
+                )
+            except ApiException as error:
+                if error.status == 404:
+                    return None
+                raise
+        return parse(kind, cast("dict[str, Any]", body))
+
+    async def _apply_status(self, kind: Kind[T], namespace: str, name: str, status: Api, uid: str | None) -> bool:
+        metadata = {"name": name} if uid is None else {"name": name, "uid": uid}
+        body = {"apiVersion": API_VERSION, "kind": kind.kind, "metadata": metadata, "status": status.to_wire()}
+        with mapped(f"apply status of {kind.kind} {namespace}/{name}"):
+            try:
+                await self._custom.patch_namespaced_custom_object_status(
+                    GROUP,
+                    VERSION,
+                    namespace,
+                    kind.plural,
+                    name,
+                    body,
+                    field_manager=MANAGER,
+                    force=True,
+                    _content_type=APPLY,
+                    _request_timeout=REQUEST_SECONDS,
+                )
+            except ApiException as error:
+                if error.status == 404:
+                    return False
+                raise
+        return True
+
+    # Children --------------------------------------------------------------------------------------------------
+
+    async def apply(self, child: Child) -> None:
+        """Server-side apply of ``child``, whose controller reference names its owner.
+
+        Raises ``InvalidSpec("NameTaken")`` when an object of that kind and name exists that this owner does not
+        control: it is left as it is.
+        """
+        name, namespace, owner = _identity(child)
+        what = f"apply {child.kind} {namespace}/{name}"
+        if isinstance(child, k8s.V1Secret):
+            if not await self._own_secret(child, what):
+                return
+        else:
+            live = await self._metadata(child)
+            if live is not None and not _controls(owner, live):
+                raise _taken(child)
+        with mapped(what):
+            await self._patcher(child)(
+                name,
+                namespace,
+                child,
+                field_manager=MANAGER,
+                force=True,
+                _content_type=APPLY,
+                _request_timeout=REQUEST_SECONDS,
+            )
+
+    async def _own_secret(self, child: k8s.V1Secret, what: str) -> bool:
+        """Whether ``child`` still has to be applied: False when it has just been created.
+
+        The operator may not read Secrets. A create tells whether the name is free; where it is not, an apply that
+        holds nothing but our controller reference, and changes nothing (dry run), tells whose it is: the API
+        server refuses a second controller, and answers with the controllers there are.
+        """
+        name, namespace, owner = _identity(child)
+        with mapped(what):
+            try:
+                await self._core.create_namespaced_secret(
+                    namespace, child, field_manager=MANAGER, _request_timeout=REQUEST_SECONDS
+                )
+                return False
+            except ApiException as error:
+                if error.status != 409:
+                    raise
+            probe = k8s.V1Secret(api_version="v1", kind="Secret", metadata=k8s.V1ObjectMeta(name=name))
+            seen = await self._core.patch_namespaced_secret(
+                name,
+                namespace,
+                probe,
+                dry_run="All",
+                field_manager=f"{MANAGER}-look",
+                force=False,
+                _content_type=APPLY,
+                _request_timeout=REQUEST_SECONDS,
+            )
+        if not _controls(owner, seen.metadata):
+            raise _taken(child)
+        return True
+
+    async def _metadata(self, child: Child) -> k8s.V1ObjectMeta | None:
+        name, namespace, _ = _identity(child)
+        reader: Callable[..., Awaitable[Any]]
+        if isinstance(child, k8s.V1Deployment):
+            reader = self._apps.read_namespaced_deployment
+        elif isinstance(child, k8s.V1Service):
+            reader = self._core.read_namespaced_service
+        else:
+            reader = self._core.read_namespaced_config_map
+        with mapped(f"get {child.kind} {namespace}/{name}"):
+            try:
+                live = await reader(name, namespace, _request_timeout=REQUEST_SECONDS)
+            except ApiException as error:
+                if error.status == 404:
+                    return None
+                raise
+        metadata: k8s.V1ObjectMeta | None = live.metadata
+        return metadata
+
+    def _patcher(self, child: Child) -> Callable[..., Awaitable[Any]]:
+        if isinstance(child, k8s.V1Deployment):
+            return self._apps.patch_namespaced_deployment
+        if isinstance(child, k8s.V1Service):
+            return self._core.patch_namespaced_service
+        if isinstance(child, k8s.V1ConfigMap):
+            return self._core.patch_namespaced_config_map
+        return self._core.patch_namespaced_secret
+
+    async def get_child_deployment(self, namespace: str, name: str) -> k8s.V1Deployment | None:
+        """The apps/v1 Deployment of that name, or None when there is none."""
+        with mapped(f"get Deployment {namespace}/{name}"):
+            try:
+                live: k8s.V1Deployment = await self._apps.read_namespaced_deployment(
+                    name, namespace, _request_timeout=REQUEST_SECONDS
+                )
+            except ApiException as error:
+                if error.status == 404:
+                    return None
+                raise
+        return live
+
+    # Pods ------------------------------------------------------------------------------------------------------
+
+    async def list_pods(self, namespace: str, label_selector: str) -> list[k8s.V1Pod]:
+        """The pods that ``label_selector`` matches, by name; terminating ones too."""
+        with mapped(f"list pods of {namespace}"):
+            answer = await self._core.list_namespaced_pod(
+                namespace, label_selector=label_selector, _request_timeout=REQUEST_SECONDS
+            )
+        return sorted(answer.items, key=lambda pod: str(pod.metadata.name if pod.metadata else ""))
+
+    async def annotate_pod(self, namespace: str, name: str, uid: str, key: str, value: str) -> bool:
+        """Set one annotation on the pod with this uid. Returns False, and changes nothing, when that pod is gone."""
+        body = {"metadata": {"uid": uid, "annotations": {key: value}}}
+        with mapped(f"annotate pod {namespace}/{name}"):
+            try:
+                await self._core.patch_namespaced_pod(
+                    name,
+                    namespace,
+                    body,
+                    field_manager=MANAGER,
+                    _content_type=MERGE,
+                    _request_timeout=REQUEST_SECONDS,
+                )
+            except ApiException as error:
+                # Only the uid can conflict: a merge patch without a resourceVersion is retried by the API server.
+                if error.status in (404, 409):
+                    return False
+                raise
+        return True
+
+    async def delete_pod(self, namespace: str, name: str, uid: str, grace_seconds: int | None = None) -> bool:
+        """Delete the pod with this uid, with its own grace period unless ``grace_seconds`` is given.
+
+        Returns False when that pod is gone already; another pod of the same name is not touched.
+        """
+        options = k8s.V1DeleteOptions(preconditions=k8s.V1Preconditions(uid=uid), grace_period_seconds=grace_seconds)
+        with mapped(f"delete pod {namespace}/{name}"):
+            try:
+                await self._core.delete_namespaced_pod(name, namespace, body=options, _request_timeout=REQUEST_SECONDS)
+            except ApiException as error:
+                if error.status in (404, 409):
+                    return False
+                raise
+        return True
+
+    # Events ----------------------------------------------------------------------------------------------------
+
+    async def event(
+        self,
+        regarding: Resource[Any],
+        reason: str,
+        message: str,
+        type: Literal["Normal", "Warning"] = "Normal",
+    ) -> None:
+        """Write an Event about ``regarding``; the same one again within five minutes is not written.
+
+        An Event tells people; it must not stop a reconcile. So a failure to write one is left out, and the next
+        occurrence tries again.
+        """
+        now = dt.datetime.now(dt.UTC)
+        meta = regarding.meta
+        digest = hashlib.sha256("\0".join((meta.uid, type, reason, message)).encode()).hexdigest()[:16]
+        last, count = self._events.get(digest, (None, 0))
+        if last is not None and now - last < EVENT_WINDOW:
+            return
+        try:
+            await self._write_event(regarding, f"{meta.name}.{digest}", reason, message[:1024], type, now, count + 1)
+        except (Retry, InvalidSpec):
+            return
+        if len(self._events) >= _EVENT_MEMORY:
+            self._events.pop(next(iter(self._events)))
+        self._events[digest] = (now, count + 1)
+
+    async def _write_event(
+        self, regarding: Resource[Any], name: str, reason: str, message: str, type: str, now: dt.datetime, count: int
+    ) -> None:
+        meta = regarding.meta
+        event = k8s.CoreV1Event(
+            metadata=k8s.V1ObjectMeta(name=name, namespace=meta.namespace),
+            involved_object=k8s.V1ObjectReference(
+                api_version=API_VERSION, kind=regarding.kind, name=meta.name, namespace=meta.namespace, uid=meta.uid
+            ),
+            reason=reason,
+            message=message,
+            type=type,
+            source=k8s.V1EventSource(component=MANAGER),
+            reporting_component=f"{GROUP}/operator",
+            reporting_instance=MANAGER,
+            first_timestamp=now,
+            last_timestamp=now,
+            count=count,
+        )
+        with mapped(f"event {reason} of {meta.namespace}/{meta.name}"):
+            try:
+                await self._core.create_namespaced_event(meta.namespace, event, _request_timeout=REQUEST_SECONDS)
+            except ApiException as error:
+                if error.status != 409:
+                    raise
+                again = {"lastTimestamp": now.isoformat(), "count": max(count, 2)}
+                await self._core.patch_namespaced_event(
+                    name, meta.namespace, again, _content_type=MERGE, _request_timeout=REQUEST_SECONDS
+                )
+
+    # Root key --------------------------------------------------------------------------------------------------
+
+    async def read_secret(self, namespace: str, name: str) -> k8s.V1Secret | None:
+        """A Secret of the operator's own namespace, or None when there is none."""
+        with mapped(f"get Secret {namespace}/{name}"):
+            try:
+                secret: k8s.V1Secret = await self._core.read_namespaced_secret(
+                    name, namespace, _request_timeout=REQUEST_SECONDS
+                )
+            except ApiException as error:
+                if error.status == 404:
+                    return None
+                raise
+        return secret
+
+    async def create_secret(self, namespace: str, secret: k8s.V1Secret) -> None:
+        """Create a Secret. Raises :class:`Retry` when one of that name exists."""
+        with mapped(f"create Secret {namespace}/{secret.metadata.name if secret.metadata else ''}"):
+            await self._core.create_namespaced_secret(
+                namespace, secret, field_manager=MANAGER, _request_timeout=REQUEST_SECONDS
+            )
+
+
+def _identity(child: Child) -> tuple[str, str, k8s.V1OwnerReference]:
+    metadata = child.metadata
+    if metadata is None or not metadata.name or not metadata.namespace or not metadata.owner_references:
+        raise ValueError(f"a child needs a name, a namespace and an owner: {child.kind}")
+    return metadata.name, metadata.namespace, metadata.owner_references[0]
+
+
+def _controls(owner: k8s.V1OwnerReference, live: k8s.V1ObjectMeta | None) -> bool:
+    references = live.owner_references if live is not None else None
+    return any(ref.controller and ref.uid == owner.uid for ref in references or ())
+
+
+def _taken(child: Child) -> InvalidSpec:
+    name, namespace, owner = _identity(child)
+    return InvalidSpec(
+        "NameTaken",
+        f"{child.kind} {namespace}/{name} exists and does not belong to {owner.kind} {owner.name}; "
+        f"delete it, or give the {owner.kind} another name",
+    )

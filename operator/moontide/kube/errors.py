@@ -1,0 +1,53 @@
+"""What the API server's refusals mean to a reconcile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import aiohttp
+from kubernetes.aio.client.exceptions import ApiException
+
+from moontide.errors import InvalidSpec, Retry
+
+CONFLICT_SECONDS = 1.0
+UNAVAILABLE_SECONDS = 2.0
+FORBIDDEN_SECONDS = 30.0
+
+
+def message_of(error: ApiException) -> str:
+    """The sentence of the API server's Status object, or the HTTP reason where there is none."""
+    try:
+        body = json.loads(error.body or "")
+    except ValueError:
+        return str(error.reason)
+    return str(body.get("message") or error.reason) if isinstance(body, dict) else str(error.reason)
+
+
+def _retry_after(error: ApiException) -> float:
+    raw = (error.headers or {}).get("Retry-After", "")
+    return float(raw) if raw.isdigit() and int(raw) > 0 else UNAVAILABLE_SECONDS
+
+
+@contextmanager
+def mapped(what: str) -> Iterator[None]:
+    """Turn a failed request into :class:`Retry` or :class:`InvalidSpec`; ``what`` begins the reason.
+
+    400 and 422 mean that the spec asks for an object the API server does not take: waiting does not help.
+    Everything else may pass: 409 after a second, 429 after what the server asks, 403 slowly (a namespace that is
+    being deleted, or missing rights), server and connection errors soon.
+    """
+    try:
+        yield
+    except ApiException as error:
+        reason = f"{what}: {error.status} {message_of(error)}"
+        if error.status in (400, 422):
+            raise InvalidSpec("RefusedByApiServer", reason) from error
+        if error.status == 409:
+            raise Retry(CONFLICT_SECONDS, reason) from error
+        if error.status in (401, 403):
+            raise Retry(FORBIDDEN_SECONDS, reason) from error
+        raise Retry(_retry_after(error), reason) from error
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise Retry(UNAVAILABLE_SECONDS, f"{what}: {type(error).__name__} {error}".rstrip()) from error

@@ -1,0 +1,60 @@
+"""Tokens of admin planes and wipers: derived, so that the operator needs to read no Secret but its own root key."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+
+from kubernetes.aio import client as k8s
+
+from moontide import labels
+from moontide.errors import Retry
+from moontide.kube.client import Kube
+
+ROOT_KEY_SECRET = "moontide-root-key"
+ROOT_KEY_FIELD = "key"
+_BYTES = 32
+
+
+class Tokens:
+    """Derives tokens from one root key. Its ``repr`` does not show the key."""
+
+    def __init__(self, root_key: bytes) -> None:
+        if len(root_key) < _BYTES:
+            raise ValueError(f"the root key must have at least {_BYTES} bytes")
+        self._root_key = root_key
+
+    def derive(self, uid: str) -> str:
+        """The token of the resource with this uid: hex HMAC-SHA256."""
+        if not uid:
+            raise ValueError("a token is derived from the uid of a resource, and this one is empty")
+        return hmac.new(self._root_key, uid.encode(), hashlib.sha256).hexdigest()
+
+
+async def load_or_create(kube: Kube, namespace: str) -> Tokens:
+    """The tokens of the root key in ``namespace``; makes the key at the first start.
+
+    Raises :class:`Retry` when the Secret cannot be read or made, or holds no usable key.
+    """
+    secret = await kube.read_secret(namespace, ROOT_KEY_SECRET)
+    if secret is None:
+        key = secrets.token_bytes(_BYTES)
+        await kube.create_secret(
+            namespace,
+            k8s.V1Secret(
+                api_version="v1",
+                kind="Secret",
+                metadata=k8s.V1ObjectMeta(
+                    name=ROOT_KEY_SECRET, namespace=namespace, labels={labels.MANAGED_BY: labels.MANAGER}
+                ),
+                type="Opaque",
+                data={ROOT_KEY_FIELD: base64.b64encode(key).decode()},
+            ),
+        )
+        return Tokens(key)
+    try:
+        return Tokens(base64.b64decode((secret.data or {}).get(ROOT_KEY_FIELD, ""), validate=True))
+    except ValueError as error:
+        raise Retry(10.0, f"Secret {namespace}/{ROOT_KEY_SECRET} holds no usable key: {error}") from error

@@ -1,0 +1,37 @@
+"""What a reconcile needs from outside: handed in, never reached for."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx
+
+from moontide.config import Config
+from moontide.kube.client import Kube
+from moontide.kube.tokens import Tokens
+
+GONE_SECONDS = 3600.0
+"""What a reconcile returns for a resource that no longer exists."""
+
+
+def utc_now() -> dt.datetime:
+    """The time of day, aware."""
+    return dt.datetime.now(dt.UTC)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The operator's dependencies. Shared, never copied."""
+
+    kube: Kube
+    http: httpx.AsyncClient
+    """For engines and wipers; the API server has its own client."""
+    tokens: Tokens
+    config: Config = field(default_factory=Config)
+    now: Callable[[], dt.datetime] = utc_now
+
+    def __copy__(self) -> Context:
+        # kopf copies its memo for every handler; connections and caches must stay one.
+        return self
