@@ -7,6 +7,7 @@ MASTER_METRICS_PORT = 9003
 WIPER_PORT = 9004
 INFERENCE_PORT = 8000
 ADMIN_PORT = 8001
+ENGINE_CONTAINER = "engine"
 
 
 def master(pool: str) -> str:

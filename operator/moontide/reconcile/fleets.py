@@ -1,0 +1,76 @@
+"""Looks at fleets: pods, what their engines say, and the pool behind them. Shared by two reconciles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kubernetes.aio import client as k8s
+
+from moontide import labels, naming
+from moontide.api.v1alpha1 import InferenceDeployment
+from moontide.engines.client import Unanswered, engine_status, fan_out
+from moontide.kube.client import Resource
+from moontide.planning.model import EngineStatus, Fleet, Replica
+from moontide.reconcile.context import Context
+
+
+def running_container(pod: k8s.V1Pod) -> str | None:
+    """The id of the engine container that the kubelet says runs in ``pod``, or None."""
+    statuses = (pod.status.container_statuses or []) if pod.status is not None else []
+    for status in statuses:
+        if status.name == naming.ENGINE_CONTAINER and status.state is not None and status.state.running is not None:
+            return status.container_id or None
+    return None
+
+
+def unasked(pod: k8s.V1Pod, fleet_uid: str) -> Replica:
+    """The replica that ``pod`` is, before its engine was asked."""
+    metadata = pod.metadata
+    if metadata is None or not metadata.name or not metadata.uid:
+        raise ValueError("a pod without a name or uid was never stored by an API server")
+    container = running_container(pod)
+    admitted = (metadata.annotations or {}).get(labels.ADMITTED_CONTAINER)
+    ip = pod.status.pod_ip if pod.status is not None else None
+    return Replica(
+        name=metadata.name,
+        pod_uid=metadata.uid,
+        fleet=fleet_uid,
+        address=f"{ip}:{naming.ADMIN_PORT}" if ip else None,
+        container_id=container,
+        may_have_served=container is not None and container == admitted,
+        terminating=metadata.deletion_timestamp is not None,
+    )
+
+
+def owned(pod: k8s.V1Pod) -> bool:
+    """Whether the pod still stands for an engine: a finished pod does not."""
+    return pod.status is None or pod.status.phase not in ("Succeeded", "Failed")
+
+
+async def observe(ctx: Context, deployment: Resource[InferenceDeployment]) -> Fleet:
+    """One look at a fleet: its pods, terminating ones included, each with what its engine answered."""
+    meta, spec = deployment.meta, deployment.model.spec
+    pods = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.engine_labels(meta.name)))
+    token = ctx.tokens.derive(meta.uid)
+
+    async def ask(replica: Replica) -> Replica:
+        if replica.address is None:
+            return _with(replica, Unanswered("NoAddress", "the pod has no address yet"))
+        return _with(replica, await engine_status(ctx.http, replica.address, token))
+
+    replicas: list[Replica] = await fan_out([unasked(pod, meta.uid) for pod in pods if owned(pod)], ask)
+    pool_name = spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None
+    pool = await ctx.kube.get_pool(meta.namespace, pool_name) if pool_name is not None else None
+    return Fleet(
+        name=meta.name,
+        uid=meta.uid,
+        pool=pool_name,
+        pool_uid=pool.meta.uid if pool is not None else None,
+        replicas=tuple(replicas),
+    )
+
+
+def _with(replica: Replica, answer: EngineStatus | Unanswered) -> Replica:
+    if isinstance(answer, Unanswered):
+        return replace(replica, error=f"{answer.reason}: {answer.message}")
+    return replace(replica, status=answer)

@@ -1,0 +1,181 @@
+"""Reconciles a PolicyVersion: look, plan, write, act, until there is nothing to do. Every decision is the planner's."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from moontide import labels, naming
+from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
+from moontide.engines.client import fan_out, send, wipe, wipe_without_store
+from moontide.errors import Retry
+from moontide.kube.client import Resource
+from moontide.planning import barrier
+from moontide.planning.model import Action, Command, Fleet, Observed, Replace, Replica, Result, Step, Wipe
+from moontide.reconcile.context import GONE_SECONDS, Context
+from moontide.reconcile.fleets import observe
+
+logger = logging.getLogger(__name__)
+
+REPLACE_GRACE_SECONDS = 1
+"""Not 0: the pod object must outlive the process, or a frozen engine would be taken for gone."""
+TURN_SECONDS = 30.0
+"""A reconcile returns after this long, so that the loop shows that it lives."""
+UNMANAGED_EPOCH = 0
+
+
+async def reconcile(ctx: Context, namespace: str, name: str) -> float:
+    """Bring the fleets that follow the policy to its version.
+
+    Returns the seconds after which to look again at the latest. Raises :class:`moontide.errors.Retry` when the API
+    server does not let it look or write.
+    """
+    ends = time.monotonic() + TURN_SECONDS
+    while True:
+        policy = await ctx.kube.get_policy(namespace, name)
+        if policy is None or policy.meta.deletion_timestamp is not None:
+            return GONE_SECONDS
+        requeue = await _turn(ctx, policy)
+        if requeue is not None:
+            return requeue
+        if time.monotonic() > ends:
+            return 0.0
+
+
+async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
+    """One look, one plan, one set of actions. None means: look again at once."""
+    meta = policy.meta
+    status = policy.model.status or PolicyVersionStatus()
+    followers = await ctx.kube.list_deployments_following(meta.namespace, meta.name)
+    fleets: list[Fleet] = await fan_out(followers, lambda follower: observe(ctx, follower), limit=16)
+    observed = Observed(tuple(fleets), ctx.now())
+    plan = barrier.plan(policy.model.spec, meta.generation, status, observed)
+
+    if plan.status != status and not await ctx.kube.apply_policy_status(
+        meta.namespace, meta.name, plan.status, uid=meta.uid
+    ):
+        return GONE_SECONDS
+    for note in plan.notes:
+        logger.info(note.message, extra=_fields(policy, plan.status.epoch, step=note.reason))
+        await ctx.kube.event(policy, note.reason, note.message, "Warning" if note.warning else "Normal")
+    if not plan.actions:
+        return None if plan.requeue_after == 0.0 else plan.requeue_after
+
+    results = await _act(ctx, policy, plan.status.epoch, list(plan.actions))
+    after = barrier.record(plan.status, results, ctx.now())
+    if after != plan.status:
+        await ctx.kube.apply_policy_status(meta.namespace, meta.name, after, uid=meta.uid)
+    return None if any(result.success for result in results) else plan.requeue_after
+
+
+async def _act(ctx: Context, policy: Resource[PolicyVersion], epoch: int, actions: list[Action]) -> list[Result]:
+    """Carry the actions out side by side, one result each, in order."""
+    results: list[Result] = await fan_out(actions, lambda action: perform(ctx, policy.meta.namespace, action))
+    for result in results:
+        action, level = result.action, logging.INFO if result.success else logging.WARNING
+        replica = f"store of {action.fleet.name}" if isinstance(action, Wipe) else action.replica.name
+        step = action.step if isinstance(action, Command) else Step.WIPE if isinstance(action, Wipe) else Step.REPLACE
+        outcome = "done" if result.success else f"{result.reason}: {result.message}"
+        logger.log(
+            level,
+            "%s %s: %s",
+            step.value,
+            replica,
+            outcome,
+            extra=_fields(policy, epoch, replica=replica, step=step.value, seconds=round(result.seconds, 4)),
+        )
+        if isinstance(action, Replace):
+            await ctx.kube.event(policy, "ReplicaReplaced", f"{replica}: {action.message}", "Warning")
+        elif step is Step.CLOSE and result.success:
+            await ctx.kube.event(policy, "ReplicaClosed", f"{replica}: {action_reason(action)}", "Warning")
+        elif step is Step.ADMIT and result.success:
+            await ctx.kube.event(policy, "ReplicaAdmitted", f"{replica} is admitted to epoch {epoch}")
+        elif not result.success and result.reason not in barrier.WAITED_FOR:
+            await ctx.kube.event(policy, "StepFailed", f"{step.value} {replica}: {result.reason}", "Warning")
+    return results
+
+
+def action_reason(action: Action) -> str:
+    """The reason that a close command gives, for people."""
+    return str(action.body.get("reason", "")) if isinstance(action, Command) else ""
+
+
+async def perform(ctx: Context, namespace: str, action: Action) -> Result:
+    """Carry one action out. What peers do is in the result; the API server's refusals are there too."""
+    started = time.monotonic()
+    try:
+        if isinstance(action, Replace):
+            pod = action.replica
+            await ctx.kube.delete_pod(namespace, pod.name, pod.pod_uid, REPLACE_GRACE_SECONDS)
+            return Result(action, True, "Deleted", seconds=time.monotonic() - started)
+        if isinstance(action, Wipe):
+            fleet = action.fleet
+            if fleet.pool is None or fleet.pool_uid is None:
+                return wipe_without_store(action, fleet)
+            host = naming.service_host(naming.master(fleet.pool), namespace)
+            url = f"http://{host}:{naming.WIPER_PORT}"
+            return await wipe(ctx.http, action, url, ctx.tokens.derive(fleet.pool_uid))
+        if action.step is Step.ADMIT:
+            refused = await _mark(ctx, namespace, action)
+            if refused is not None:
+                return refused
+        return await send(ctx.http, action, ctx.tokens.derive(action.replica.fleet))
+    except Retry as error:
+        return Result(action, False, "ApiServer", error.reason, seconds=time.monotonic() - started)
+
+
+async def _mark(ctx: Context, namespace: str, action: Command) -> Result | None:
+    """Before an admission: write on the pod which container may have served from now on. None when that is done."""
+    replica = action.replica
+    if replica.may_have_served:
+        return None
+    if replica.container_id is None:
+        return Result(action, False, "ContainerUnknown", "the kubelet has not yet said which container runs")
+    written = await ctx.kube.annotate_pod(
+        namespace, replica.name, replica.pod_uid, labels.ADMITTED_CONTAINER, replica.container_id
+    )
+    return None if written else Result(action, False, "PodGone", "the pod was deleted meanwhile")
+
+
+def unmanaged_step(replica: Replica, version: str) -> Command | None:
+    """The next step of a replica whose fleet follows no policy: newcomers are admitted to epoch 0 and resumed."""
+    engine = replica.status
+    if engine is None or replica.terminating or engine.state == "open" or not (engine.clean and engine.drained):
+        return None
+    epoch = max(engine.epoch, UNMANAGED_EPOCH)
+    if engine.state == "closed":
+        return Command(Step.ADMIT, replica, epoch, {"version": version}, barrier.CALL_SECONDS)
+    return Command(Step.RESUME, replica, epoch, {}, barrier.CALL_SECONDS)
+
+
+async def reconcile_unmanaged(ctx: Context, deployment: Resource[InferenceDeployment]) -> float:
+    """Admit the newcomers of a fleet that follows no policy. Returns the seconds until the next look."""
+    for _ in range(4):
+        fleet = await observe(ctx, deployment)
+        commands = [
+            command
+            for replica in fleet.replicas
+            if (command := unmanaged_step(replica, deployment.model.spec.model.version)) is not None
+        ]
+        if not commands:
+            waiting = any(r.status is None and not r.terminating for r in fleet.replicas)
+            return 2.0 if waiting else 30.0
+        results: list[Result] = await fan_out(
+            commands, lambda command: perform(ctx, deployment.meta.namespace, command)
+        )
+        for result in results:
+            assert isinstance(result.action, Command)
+            logger.info(
+                "%s %s: %s",
+                result.action.step.value,
+                result.action.replica.name,
+                "done" if result.success else f"{result.reason}: {result.message}",
+                extra={"resource": f"InferenceDeployment/{deployment.meta.namespace}/{deployment.meta.name}"},
+            )
+        if not any(result.success for result in results):
+            break
+    return 1.0
+
+
+def _fields(policy: Resource[PolicyVersion], epoch: int, **more: object) -> dict[str, object]:
+    return {"resource": f"PolicyVersion/{policy.meta.namespace}/{policy.meta.name}", "epoch": epoch, **more}
