@@ -78,8 +78,9 @@ class Engine(Api):
 
     image: Annotated[str | None, Field(min_length=1, max_length=512)] = None
     """Image with vLLM and the Moontide plugin; the operator's configured image when absent."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """``cpu`` is for trying things out: it drops the GPU request and sets what vLLM's CPU build needs."""
+    device: Literal["cuda", "cpu"] | None = None
+    """The operator's configured device when absent (``cuda`` unless changed). ``cpu`` is for trying things out: it
+    drops the GPU request and sets what vLLM's CPU build needs."""
     args: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=128)] = ()
     """More flags for ``vllm serve``."""
     env: Annotated[tuple[EnvVar, ...], Field(max_length=128)] = ()
@@ -161,6 +162,16 @@ class InferenceDeploymentStatus(Api):
 
 class InferenceDeployment(Api):
     """A fleet of equal vLLM replicas that share KV through a pool and follow a policy."""
+
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                "self.metadata.name.size() <= 63 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+                "metadata.name becomes the name of a Service; write at most 63 lower-case letters, digits and '-', "
+                "with a letter first",
+            ),
+        )
+    )
 
     spec: InferenceDeploymentSpec
     status: InferenceDeploymentStatus | None = None

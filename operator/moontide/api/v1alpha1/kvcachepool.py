@@ -69,5 +69,15 @@ class KVCachePoolStatus(Api):
 class KVCachePool(Api):
     """A Mooncake store that the engines of a namespace share."""
 
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                "self.metadata.name.size() <= 56 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+                "metadata.name becomes part of the name of a Service; write at most 56 lower-case letters, digits "
+                "and '-', with a letter first",
+            ),
+        )
+    )
+
     spec: Annotated[KVCachePoolSpec, Field(default_factory=KVCachePoolSpec)]
     status: KVCachePoolStatus | None = None
