@@ -1,0 +1,265 @@
+"""The children of an InferenceDeployment: Deployment, Service, Mooncake client configuration, admin token. Pure.
+
+The pod template depends on the spec, the pool and the configured defaults alone, never on the operator's own version:
+an upgrade of the operator restarts no engine.
+"""
+
+from __future__ import annotations
+
+import json
+
+from kubernetes.aio import client as k8s
+
+from moontide import labels, naming
+from moontide.api.v1alpha1 import InferenceDeploymentSpec, KVCachePoolSpec, quantity_bytes
+from moontide.api.v1alpha1.common import ResourceRequirements
+from moontide.resources import common
+
+PRE_STOP_SECONDS = 5
+"""Between the end of the endpoint's publication and SIGTERM; kube-proxy needs about one second."""
+EXIT_SECONDS = 15
+"""What vLLM needs to end after its requests have ended."""
+STARTUP_PERIOD_SECONDS = 2
+STARTUP_FAILURES = 900
+PROGRESS_DEADLINE_SECONDS = STARTUP_PERIOD_SECONDS * STARTUP_FAILURES + 600
+
+ADMIN_TOKEN_FOLDER = "/etc/moontide/admin"
+MOONCAKE_FOLDER = "/etc/moontide/mooncake"
+MODELS_FOLDER = "/models"
+CACHE_FOLDER = "/cache"
+LOOKUP_PORT = 8002
+"""Names the lookup socket inside a pod; nothing listens on it as a TCP port."""
+
+
+def secret(name: str, namespace: str, owner: k8s.V1OwnerReference, token: str) -> k8s.V1Secret:
+    """The bearer token of the fleet's admin planes."""
+    return common.token_secret(naming.admin_secret(name), namespace, owner, labels.engine_labels(name), token)
+
+
+def service(name: str, namespace: str, owner: k8s.V1OwnerReference) -> k8s.V1Service:
+    """The fleet's inference port. The admin port is in no Service."""
+    selector = labels.engine_labels(name)
+    return k8s.V1Service(
+        api_version="v1",
+        kind="Service",
+        metadata=common.metadata(name, namespace, owner, selector),
+        spec=k8s.V1ServiceSpec(
+            selector=selector,
+            ports=[
+                k8s.V1ServicePort(
+                    name="http", port=naming.INFERENCE_PORT, target_port=naming.INFERENCE_PORT, protocol="TCP"
+                )
+            ],
+        ),
+    )
+
+
+def mooncake_json(namespace: str, pool: str, spec: KVCachePoolSpec) -> str:
+    """The Mooncake client's configuration file.
+
+    Raises ValueError for a size that is no amount of memory.
+    """
+    content = {
+        "mode": "embedded",
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": (f"{naming.service_host(naming.master(pool), namespace)}:{naming.MASTER_RPC_PORT}"),
+        "global_segment_size": quantity_bytes(spec.memory.per_replica),
+        "local_buffer_size": quantity_bytes(spec.memory.local_buffer),
+        "protocol": "tcp",
+        "device_name": "",
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def config_map(name: str, namespace: str, owner: k8s.V1OwnerReference, mooncake: str) -> k8s.V1ConfigMap:
+    """Holds the Mooncake client's configuration."""
+    return k8s.V1ConfigMap(
+        api_version="v1",
+        kind="ConfigMap",
+        metadata=common.metadata(naming.mooncake_config(name), namespace, owner, labels.engine_labels(name)),
+        data={"mooncake.json": mooncake},
+    )
+
+
+def model_path(source: str) -> str:
+    """What ``--model`` gets for a model source."""
+    scheme, _, rest = source.partition("://")
+    if scheme == "pvc":
+        return f"{MODELS_FOLDER}/{rest.partition('/')[2]}"
+    return rest
+
+
+def _claim(source: str) -> str | None:
+    scheme, _, rest = source.partition("://")
+    return rest.partition("/")[0] if scheme == "pvc" else None
+
+
+def arguments(spec: InferenceDeploymentSpec, uid: str) -> list[str]:
+    """The engine's command line; ``uid`` is the InferenceDeployment's. The user's flags come last."""
+    command = [
+        *("python3", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model_path(spec.model.source)),
+        *("--served-model-name", spec.model.served_name),
+        *("--host", "0.0.0.0"),
+        *("--port", str(naming.INFERENCE_PORT)),
+        *("--shutdown-timeout", str(spec.rollout.drain_seconds)),
+    ]
+    if spec.kv_cache is not None:
+        transfer = {
+            "kv_connector": "MooncakeStoreConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"cache_prefix": uid, "lookup_rpc_port": LOOKUP_PORT},
+        }
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    return [*command, *spec.engine.args]
+
+
+def environment(spec: InferenceDeploymentSpec, uid: str, device: str) -> list[k8s.V1EnvVar]:
+    """The engine's environment: defaults, over them the user's, over those what the protocol depends on."""
+    values = {"HOME": CACHE_FOLDER, "USER": "moontide"}
+    if device == "cpu":
+        values |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Unset, the workers of every pod on a node are bound to the same first core.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+    if spec.kv_cache is not None:
+        # With the defaults one request waits half a minute when the master or a segment's owner is gone.
+        values |= {
+            "MC_RPC_CONNECT_TIMEOUT_MS": "500",
+            "MC_RPC_TIMEOUT_MS": "2000",
+            "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
+        }
+    values |= {variable.name: variable.value for variable in spec.engine.env}
+    values |= {
+        "PYTHONHASHSEED": "0",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "MOONTIDE_ENABLED": "1",
+        "MOONTIDE_ADMIN_PORT": str(naming.ADMIN_PORT),
+        "MOONTIDE_ADMIN_TOKEN_FILE": f"{ADMIN_TOKEN_FOLDER}/token",
+        "MOONTIDE_KEY_NAMESPACE": uid if spec.kv_cache is not None else "",
+        "MOONTIDE_WEIGHTS_VERSION": spec.model.version,
+    }
+    if spec.kv_cache is not None:
+        values["MOONCAKE_CONFIG_PATH"] = f"{MOONCAKE_FOLDER}/mooncake.json"
+    return [
+        *common.env(values),
+        common.field_env("VLLM_HOST_IP", "status.podIP"),
+        common.field_env("MOONTIDE_POD_UID", "metadata.uid"),
+    ]
+
+
+def container_resources(spec: InferenceDeploymentSpec, device: str) -> k8s.V1ResourceRequirements:
+    """The spec's resources; without them one GPU for ``cuda`` and nothing for ``cpu``."""
+    if spec.resources is not None:
+        return common.resources(spec.resources)
+    if device == "cuda":
+        return common.resources(ResourceRequirements(limits={"nvidia.com/gpu": "1"}, requests={}))
+    return k8s.V1ResourceRequirements()
+
+
+def deployment(
+    name: str,
+    namespace: str,
+    owner: k8s.V1OwnerReference,
+    spec: InferenceDeploymentSpec,
+    *,
+    default_image: str,
+    default_device: str,
+    mooncake: str | None,
+) -> k8s.V1Deployment:
+    """The fleet. ``mooncake`` is the content of its Mooncake configuration, None without a pool."""
+    selector = labels.engine_labels(name)
+    annotations = {common.TEMPLATE_HASH: common.digest(mooncake)} if mooncake is not None else None
+    return k8s.V1Deployment(
+        api_version="apps/v1",
+        kind="Deployment",
+        metadata=common.metadata(name, namespace, owner, selector),
+        spec=k8s.V1DeploymentSpec(
+            replicas=spec.replicas,
+            revision_history_limit=3,
+            progress_deadline_seconds=PROGRESS_DEADLINE_SECONDS,
+            strategy=k8s.V1DeploymentStrategy(
+                type="RollingUpdate",
+                rolling_update=k8s.V1RollingUpdateDeployment(
+                    max_surge=spec.rollout.max_surge, max_unavailable=spec.rollout.max_unavailable
+                ),
+            ),
+            selector=k8s.V1LabelSelector(match_labels=selector),
+            template=k8s.V1PodTemplateSpec(
+                metadata=k8s.V1ObjectMeta(labels=selector, annotations=annotations),
+                spec=k8s.V1PodSpec(
+                    enable_service_links=False,
+                    automount_service_account_token=False,
+                    security_context=common.pod_security(),
+                    termination_grace_period_seconds=PRE_STOP_SECONDS + spec.rollout.drain_seconds + EXIT_SECONDS,
+                    containers=[_container(spec, owner.uid, default_image, spec.engine.device or default_device)],
+                    volumes=_volumes(name, spec),
+                ),
+            ),
+        ),
+    )
+
+
+def _container(spec: InferenceDeploymentSpec, uid: str, default_image: str, device: str) -> k8s.V1Container:
+    port = naming.INFERENCE_PORT
+    return k8s.V1Container(
+        name=naming.ENGINE_CONTAINER,
+        image=spec.engine.image or default_image,
+        command=arguments(spec, uid),
+        env=environment(spec, uid, device),
+        ports=[
+            k8s.V1ContainerPort(name="http", container_port=port, protocol="TCP"),
+            k8s.V1ContainerPort(name="admin", container_port=naming.ADMIN_PORT, protocol="TCP"),
+        ],
+        resources=container_resources(spec, device),
+        security_context=common.container_security(),
+        startup_probe=common.http_probe(
+            port, "/health", period=STARTUP_PERIOD_SECONDS, failures=STARTUP_FAILURES, timeout=5
+        ),
+        readiness_probe=common.http_probe(port, "/moontide/v1/ready", period=1, failures=3, timeout=2),
+        liveness_probe=common.http_probe(port, "/health", period=10, failures=3, timeout=10),
+        lifecycle=k8s.V1Lifecycle(pre_stop=k8s.V1LifecycleHandler(sleep=k8s.V1SleepAction(seconds=PRE_STOP_SECONDS))),
+        volume_mounts=_mounts(spec),
+    )
+
+
+def _mounts(spec: InferenceDeploymentSpec) -> list[k8s.V1VolumeMount]:
+    mounts = [
+        k8s.V1VolumeMount(name="tmp", mount_path="/tmp"),
+        k8s.V1VolumeMount(name="cache", mount_path=CACHE_FOLDER),
+        k8s.V1VolumeMount(name="shm", mount_path="/dev/shm"),
+        k8s.V1VolumeMount(name="admin-token", mount_path=ADMIN_TOKEN_FOLDER, read_only=True),
+    ]
+    if spec.kv_cache is not None:
+        mounts.append(k8s.V1VolumeMount(name="mooncake", mount_path=MOONCAKE_FOLDER, read_only=True))
+    if _claim(spec.model.source) is not None:
+        mounts.append(k8s.V1VolumeMount(name="models", mount_path=MODELS_FOLDER, read_only=True))
+    return mounts
+
+
+def _volumes(name: str, spec: InferenceDeploymentSpec) -> list[k8s.V1Volume]:
+    volumes = [
+        common.empty_dir("tmp"),
+        common.empty_dir("cache"),
+        common.empty_dir("shm", memory=spec.shared_memory),
+        k8s.V1Volume(
+            name="admin-token",
+            secret=k8s.V1SecretVolumeSource(secret_name=naming.admin_secret(name), default_mode=0o440),
+        ),
+    ]
+    if spec.kv_cache is not None:
+        volumes.append(
+            k8s.V1Volume(name="mooncake", config_map=k8s.V1ConfigMapVolumeSource(name=naming.mooncake_config(name)))
+        )
+    claim = _claim(spec.model.source)
+    if claim is not None:
+        volumes.append(
+            k8s.V1Volume(
+                name="models",
+                persistent_volume_claim=k8s.V1PersistentVolumeClaimVolumeSource(claim_name=claim, read_only=True),
+            )
+        )
+    return volumes
