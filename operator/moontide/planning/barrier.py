@@ -221,13 +221,16 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
 
     failures = _fresh_failures(status, view, pending, replicas, actions, waits)
     replaced: list[Action] = []
-    if spec.on_replica_failure == "Replace" and pending:
-        by_name = {r.name: r for f in pending for r in f.replicas}
-        for failure in failures:
-            replica = by_name.get(failure.replica)
-            age = (observed.now - parse_timestamp(failure.since)).total_seconds()
-            if replica is not None and not replica.terminating and age >= spec.replica_timeout_seconds:
-                replaced.append(Replace(replica, f"{failure.step} failed for {age:.0f} s: {failure.reason}"))
+    if spec.on_replica_failure == "Replace":
+        failing = {failure.replica: failure for failure in failures}
+        for fleet in pending:
+            for replica in fleet.replicas:
+                failure = failing.get(replica.name)
+                if failure is None or replica.terminating or not _own_fault(failure, fleet):
+                    continue
+                age = (observed.now - parse_timestamp(failure.since)).total_seconds()
+                if age >= spec.replica_timeout_seconds:
+                    replaced.append(Replace(replica, f"{failure.step} failed for {age:.0f} s: {failure.reason}"))
     gone = {a.replica.pod_uid for a in replaced if isinstance(a, Replace)}
     actions = [a for a in actions if not (isinstance(a, Command) and a.replica.pod_uid in gone)] + replaced
 
@@ -246,6 +249,14 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
     poll = any(step is Step.ADMIT for _, step in waits) or waiting_for_weights
     requeue = BUSY_REQUEUE if busy else POLL_WEIGHTS if poll else IDLE_REQUEUE
     return Plan(after, tuple(actions), tuple(notes), requeue)
+
+
+def _own_fault(failure: ReplicaFailure, fleet: Fleet) -> bool:
+    """Puts that do not end are the store's fault as long as no other replica of the fleet has ended its own."""
+    if failure.step != Step.DRAIN.value:
+        return True
+    others = (r.status for r in fleet.replicas if r.name != failure.replica and r.may_have_served)
+    return any(engine is not None and engine.drained for engine in others)
 
 
 def _members(status: PolicyVersionStatus, observed: Observed) -> tuple[Member, ...]:

@@ -1,0 +1,170 @@
+"""The protocol under anything: random faults, crashes of the operator and jumps of the clock."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moontide.api.v1alpha1 import PolicyVersionSpec
+from moontide.planning.model import Wipe
+from tests.unit.planning.world import Pod, World
+
+INDEX = st.integers(min_value=0, max_value=50)
+
+
+class Fleet(RuleBasedStateMachine):
+    """Two fleets that follow one policy, and everything that may happen to them."""
+
+    @initialize(
+        sizes=st.tuples(st.integers(0, 3), st.integers(0, 2)),
+        weights=st.sampled_from(["External", "Unchecked"]),
+        mode=st.sampled_from(["Wait", "Abort"]),
+        failure=st.sampled_from(["Replace", "Hold"]),
+    )
+    def begin(self, sizes: tuple[int, int], weights: str, mode: str, failure: str) -> None:
+        self.world = World(
+            PolicyVersionSpec.model_validate(
+                {"version": "1", "weights": weights, "runningRequests": mode, "onReplicaFailure": failure}
+            )
+        )
+        self.world.add_fleet("a", sizes[0])
+        self.world.add_fleet("b", sizes[1])
+        self.highest = 0
+
+    def any_pod(self, index: int) -> Pod | None:
+        pods = self.world.pods
+        return pods[index % len(pods)] if pods else None
+
+    @rule(version=st.sampled_from(["1", "2", "3"]), push=st.booleans())
+    def bump(self, version: str, push: bool) -> None:
+        if push:
+            # The trainer swaps weights: what is cached is now old KV, which is what the epochs stand for.
+            self.world.push_weights(version)
+        if str(self.world.spec.version) != version:
+            self.world.bump(version)
+
+    @rule(index=INDEX)
+    def one_gets_its_weights(self, index: int) -> None:
+        if pod := self.any_pod(index):
+            pod.engine.weights = str(self.world.spec.version)
+
+    @rule(crash=st.one_of(st.none(), st.integers(0, 3)))
+    def operator(self, crash: int | None) -> None:
+        self.check(self.world.turn(crash_after=crash).actions)
+
+    @rule(count=st.integers(1, 6))
+    def operator_turns(self, count: int) -> None:
+        for _ in range(count):
+            self.check(self.world.turn().actions)
+
+    def check(self, actions: tuple[object, ...]) -> None:
+        """I2: while a fleet is wiped, nothing that served can still write."""
+        for action in actions:
+            if isinstance(action, Wipe):
+                for pod in self.world.fleets[action.fleet.name]:
+                    served = pod.mark == pod.container
+                    assert not served or (not pod.engine.queue and pod.engine.state != "open" and not pod.engine.hung)
+
+    @rule()
+    def serve(self) -> None:
+        self.world.serve()
+
+    @rule()
+    def upload(self) -> None:
+        self.world.upload()
+
+    @rule(index=INDEX, count=st.integers(0, 3))
+    def requests_run(self, index: int, count: int) -> None:
+        pod = self.any_pod(index)
+        if pod and (pod.engine.state == "open" or count == 0):
+            pod.engine.running = count
+
+    @rule(index=INDEX)
+    def hang(self, index: int) -> None:
+        if pod := self.any_pod(index):
+            pod.engine.hung = True
+
+    @rule(index=INDEX)
+    def go_on(self, index: int) -> None:
+        if pod := self.any_pod(index):
+            pod.engine.hung = False
+
+    @rule(index=INDEX, refuses=st.booleans())
+    def reset_is_refused(self, index: int, refuses: bool) -> None:
+        if pod := self.any_pod(index):
+            pod.engine.refuses_reset = refuses
+
+    @rule(index=INDEX)
+    def container_restarts(self, index: int) -> None:
+        if pod := self.any_pod(index):
+            self.world.restart(pod)
+
+    @rule(index=INDEX)
+    def pod_is_replaced(self, index: int) -> None:
+        if pod := self.any_pod(index):
+            self.world.remove(pod)
+
+    @rule(index=INDEX)
+    def pod_terminates(self, index: int) -> None:
+        if pod := self.any_pod(index):
+            pod.terminating = True
+
+    @precondition(lambda self: len(self.world.pods) < 8)
+    @rule(fleet=st.sampled_from(["a", "b"]))
+    def scale_up(self, fleet: str) -> None:
+        self.world.add_pod(fleet)
+
+    @rule(up=st.booleans())
+    def store(self, up: bool) -> None:
+        self.world.store_up = up
+
+    @rule(seconds=st.sampled_from([0.01, 1, 25, 130, 4000, -30]))
+    def clock(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @invariant()
+    def epochs_only_rise_and_are_written_first(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        assert self.world.status.epoch >= self.highest
+        self.highest = self.world.status.epoch
+        assert max(self.world.told, default=0) <= self.world.status.epoch
+
+    @invariant()
+    def current_means_no_engine_is_open_elsewhere(self) -> None:
+        if not hasattr(self, "world") or not self.world.status.conditions:
+            return
+        # Judged on a fresh look: the condition that would be written now.
+        plan = self.world.plan()
+        current = next(c for c in plan.status.conditions if c.type == "Current")
+        if current.status == "True":
+            for pod in self.world.pods:
+                assert pod.engine.hung or pod.engine.state != "open" or pod.engine.epoch == plan.status.epoch
+
+    def teardown(self) -> None:
+        """Once the faults end, it ends: current, and every replica with the right weights serves."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.store_up = True
+        for pod in list(world.pods):
+            pod.engine.hung = pod.engine.refuses_reset = False
+            pod.engine.running = 0
+            if pod.terminating:
+                world.remove(pod)
+        world.push_weights(str(world.spec.version))
+        for _ in range(60):
+            self.check(world.turn().actions)
+            world.serve()
+            world.pass_time(0.1)
+        assert world.condition("Current") == ("True", "Current"), world.status.conditions
+        assert world.status.target_version == str(world.spec.version)
+        assert {(p.engine.state, p.engine.epoch) for p in world.pods} <= {("open", world.status.epoch)}
+        assert world.status.failures == ()
+
+
+TestFleet = Fleet.TestCase
+TestFleet.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,293 @@
+"""A small world to drive the planner in: engines, a store, pods and a clock, with faults. No I/O.
+
+The engines keep the rules of docs/engine-admin-api.md (what admit, resume and reset need, fencing, time to live), and
+every piece of KV is labelled with the epoch it was computed in, so that a stale read can be seen.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass, field, replace
+
+from moontide.api.v1alpha1 import PolicyVersionSpec, PolicyVersionStatus
+from moontide.planning import barrier
+from moontide.planning.model import Action, Command, EngineStatus, Fleet, Observed, Plan, Replace, Replica, Result, Wipe
+
+START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+
+
+class StaleReadError(AssertionError):
+    """A request read KV of another epoch."""
+
+
+@dataclass
+class Engine:
+    """One engine process."""
+
+    boot_id: str
+    weights: str
+    state: str = "closed"
+    epoch: int = 0
+    version: str | None = None
+    clean: bool = True
+    running: int = 0
+    local: set[int] = field(default_factory=set)
+    """Epochs of the KV in the local cache."""
+    queue: set[int] = field(default_factory=set)
+    """Epochs of the KV that waits to be put into the store."""
+    hung: bool = False
+    refuses_reset: bool = False
+    highest: int = 0
+    expires: dt.datetime | None = None
+    reason: str = "Starting"
+
+    @property
+    def drained(self) -> bool:
+        return self.state != "open" and not self.queue and self.running == 0
+
+
+@dataclass
+class Pod:
+    """One pod: its engine process, and the mark that the operator left on it."""
+
+    name: str
+    uid: str
+    engine: Engine
+    container: str
+    mark: str | None = None
+    terminating: bool = False
+
+
+@dataclass
+class World:
+    """Everything outside the planner."""
+
+    spec: PolicyVersionSpec
+    fleets: dict[str, list[Pod]] = field(default_factory=dict)
+    store: dict[str, set[int]] = field(default_factory=dict)
+    store_up: bool = True
+    generation: int = 1
+    status: PolicyVersionStatus = field(default_factory=PolicyVersionStatus)
+    now: dt.datetime = START
+    base_weights: str = "1"
+    serial: int = 0
+    reads: int = 0
+    plans: list[Plan] = field(default_factory=list)
+    told: set[int] = field(default_factory=set)
+    """Epochs that any engine has heard of."""
+
+    def add_fleet(self, name: str, size: int) -> None:
+        self.fleets[name], self.store[name] = [], set()
+        for _ in range(size):
+            self.add_pod(name)
+
+    def add_pod(self, fleet: str) -> Pod:
+        self.serial += 1
+        n = self.serial
+        pod = Pod(f"{fleet}-{n}", f"uid-{n}", Engine(f"boot-{n}", self.base_weights), f"container-{n}")
+        self.fleets[fleet].append(pod)
+        return pod
+
+    @property
+    def pods(self) -> list[Pod]:
+        return [pod for pods in self.fleets.values() for pod in pods]
+
+    def pod(self, index: int) -> Pod:
+        return self.pods[index]
+
+    def bump(self, version: str | int, **changes: object) -> None:
+        self.spec = self.spec.model_copy(update={"version": version, **changes})
+        self.generation += 1
+
+    def push_weights(self, version: str) -> None:
+        for pod in self.pods:
+            pod.engine.weights = version
+
+    # Faults -----------------------------------------------------------------------------------------------------
+
+    def restart(self, pod: Pod) -> None:
+        """The container restarts in place: same pod, same mark, a new process with base weights."""
+        self.serial += 1
+        pod.engine = Engine(f"boot-{self.serial}", self.base_weights)
+        pod.container = f"container-{self.serial}"
+
+    def remove(self, pod: Pod) -> None:
+        """The pod ends; its Deployment makes another."""
+        for name, pods in self.fleets.items():
+            if pod in pods:
+                pods.remove(pod)
+                self.add_pod(name)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += dt.timedelta(seconds=seconds)
+        for pod in self.pods:
+            engine = pod.engine
+            if engine.state == "paused" and engine.expires is not None and engine.expires <= self.now:
+                engine.state, engine.reason, engine.running = "closed", "PauseExpired", 0
+
+    # What engines do of themselves --------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Every open engine answers one request: reads what it can hit, and queues what it computed."""
+        for name, pods in self.fleets.items():
+            for pod in pods:
+                engine = pod.engine
+                if engine.state != "open" or engine.hung:
+                    continue
+                self.reads += 1
+                hits = engine.local | (self.store[name] if self.store_up else set())
+                if hits - {engine.epoch}:
+                    raise StaleReadError(f"{pod.name} in epoch {engine.epoch} read KV of {sorted(hits)}")
+                engine.local.add(engine.epoch)
+                engine.queue.add(engine.epoch)
+
+    def upload(self) -> None:
+        """Every engine that runs puts what it has queued."""
+        for name, pods in self.fleets.items():
+            for pod in pods:
+                if not pod.engine.hung and self.store_up:
+                    self.store[name] |= pod.engine.queue
+                    pod.engine.queue.clear()
+
+    # The operator ---------------------------------------------------------------------------------------------------
+
+    def observe(self) -> Observed:
+        fleets = []
+        for name, pods in self.fleets.items():
+            replicas = tuple(self._replica(name, pod) for pod in pods)
+            fleets.append(Fleet(name, f"fleet-{name}", "pool", "pool-uid", replicas))
+        return Observed(tuple(fleets), self.now)
+
+    def _replica(self, fleet: str, pod: Pod) -> Replica:
+        engine = pod.engine
+        replica = Replica(
+            name=pod.name,
+            pod_uid=pod.uid,
+            fleet=f"fleet-{fleet}",
+            address="10.0.0.1:8001",
+            container_id=pod.container,
+            may_have_served=pod.mark == pod.container,
+            terminating=pod.terminating,
+        )
+        if engine.hung:
+            return replace(replica, error="Timeout: no answer")
+        status = EngineStatus(
+            boot_id=engine.boot_id,
+            state=engine.state,  # type: ignore[arg-type]
+            epoch=engine.epoch,
+            version=engine.version,
+            weights_version=engine.weights,
+            clean=engine.clean,
+            drained=engine.drained,
+            running=engine.running,
+            reason=engine.reason,
+        )
+        return replace(replica, status=status)
+
+    def plan(self) -> Plan:
+        return barrier.plan(self.spec, self.generation, self.status, self.observe())
+
+    def turn(self, crash_after: int | None = None) -> Plan:
+        """One turn of the reconcile. ``crash_after=n``: killed after the status write (0) or the n-th action."""
+        plan = self.plan()
+        assert plan.status.epoch >= self.status.epoch
+        self.status = plan.status
+        self.plans.append(plan)
+        results = []
+        for done, action in enumerate(plan.actions):
+            if crash_after is not None and done >= crash_after:
+                return plan
+            results.append(self.perform(action))
+        if crash_after is None:
+            self.status = barrier.record(self.status, results, self.now)
+        return plan
+
+    def run(self, turns: int = 40, seconds: float = 0.1) -> Plan:
+        """Turns until a plan asks for nothing, at most ``turns``."""
+        for _ in range(turns):
+            plan = self.turn()
+            self.pass_time(seconds)
+            if not plan.actions and plan.requeue_after > barrier.BUSY_REQUEUE:
+                break
+        return plan
+
+    def perform(self, action: Action) -> Result:
+        if isinstance(action, Replace):
+            pod = next(p for p in self.pods if p.uid == action.replica.pod_uid)
+            self.remove(pod)
+            return Result(action, True)
+        if isinstance(action, Wipe):
+            if not self.store_up:
+                return Result(action, False, "StoreTimeout", "the master is dead")
+            removed = len(self.store[action.fleet.name])
+            self.store[action.fleet.name].clear()
+            return Result(action, True, "Verified", removed=removed)
+        return self.command(action)
+
+    def command(self, action: Command) -> Result:
+        self.told.add(action.epoch)
+        pod = next((p for p in self.pods if p.uid == action.replica.pod_uid), None)
+        assert action.replica.status is not None
+        if pod is None or pod.engine.hung:
+            return Result(action, False, "Timeout", "no answer")
+        if action.step.value == "admit":
+            assert action.replica.container_id is not None
+            pod.mark = action.replica.container_id
+        engine = pod.engine
+        if engine.boot_id != action.replica.status.boot_id:
+            return Result(action, False, "BootIdMismatch")
+        if action.epoch < engine.highest:
+            return Result(action, False, "Fenced")
+        engine.highest = action.epoch
+        return getattr(self, f"_{action.step.value}")(engine, action)  # type: ignore[no-any-return]
+
+    def _quiesce(self, engine: Engine, action: Command) -> Result:
+        if engine.state == "closed":
+            return Result(action, True)
+        ttl = action.body["ttlSeconds"]
+        assert isinstance(ttl, float | int)
+        assert ttl > 0
+        engine.state, engine.expires = "paused", self.now + dt.timedelta(seconds=ttl)
+        if action.body["mode"] == "abort":
+            engine.running = 0
+        return Result(action, engine.running == 0, "" if engine.running == 0 else "RequestsRunning")
+
+    def _drain(self, engine: Engine, action: Command) -> Result:
+        if engine.state == "open" or not self.store_up:
+            return Result(action, False, "PutsPending")
+        fleet = next(name for name, pods in self.fleets.items() if any(p.engine is engine for p in pods))
+        self.store[fleet] |= engine.queue
+        engine.queue.clear()
+        return Result(action, True)
+
+    def _reset(self, engine: Engine, action: Command) -> Result:
+        if engine.state == "open":
+            return Result(action, False, "NotQuiesced")
+        if engine.refuses_reset or engine.running or engine.queue:
+            return Result(action, False, "BlocksHeld")
+        engine.local.clear()
+        engine.clean = True
+        return Result(action, True)
+
+    def _admit(self, engine: Engine, action: Command) -> Result:
+        if not (engine.clean and engine.drained):
+            return Result(action, False, "NotClean")
+        assert action.body["version"] == engine.weights or self.spec.weights == "Unchecked"
+        engine.epoch, engine.version = action.epoch, str(action.body["version"])
+        engine.state = "paused"
+        engine.expires = self.now + dt.timedelta(seconds=self.spec.deadline_seconds)
+        return Result(action, True)
+
+    def _resume(self, engine: Engine, action: Command) -> Result:
+        if engine.state == "closed" or engine.epoch != action.epoch:
+            return Result(action, False, "NotAdmitted")
+        engine.state, engine.clean = "open", False
+        return Result(action, True)
+
+    def _close(self, engine: Engine, action: Command) -> Result:
+        engine.state, engine.running, engine.reason = "closed", 0, str(action.body["reason"])
+        return Result(action, True)
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        found = next(c for c in self.status.conditions if c.type == kind)
+        return found.status, found.reason
