@@ -1,0 +1,41 @@
+# Few targets; each calls a command that explains itself with --help.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+CLUSTER ?= local
+
+.PHONY: help setup demo test test-unit lint crds cluster-up cluster-down images clean
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+
+setup: ## everything that a fresh Debian 12 machine needs (packages, environments, tiny models)
+	python3 -m hack.setup
+
+demo: ## cluster, operator, two engines, one store, a verified policy change under load
+	$(PYTHON) -m hack.demo --cluster $(CLUSTER)
+
+test: ## every test there is: lint, unit, component, integration, end to end
+	$(PYTHON) -m hack.test
+
+test-unit: ## the tests that need nothing but Python (seconds)
+	$(PYTHON) -m pytest -q tests/unit
+
+lint: ## ruff, mypy --strict, import contracts, generated files
+	$(PYTHON) -m hack.test --only lint
+
+crds: ## generate crds/ and the chart's copies from the models
+	$(PYTHON) -m moontide.crdgen
+
+cluster-up: ## a real Kubernetes cluster on this machine
+	python3 -m hack.cluster up
+
+cluster-down: ## end it and leave nothing behind
+	python3 -m hack.cluster down
+	python3 -m hack.cluster verify-clean
+
+images: ## build the three images and load them into the local cluster
+	python3 -m hack.images build
+
+clean: cluster-down ## the same, and delete environments and caches of this folder
+	rm -rf .venv artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
