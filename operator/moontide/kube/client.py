@@ -210,38 +210,36 @@ class Kube:
 
     # Children --------------------------------------------------------------------------------------------------
 
-    async def apply(self, child: Child) -> None:
-        """Server-side apply of ``child``, whose controller reference names its owner.
+    async def apply(self, *children: Child) -> None:
+        """Server-side apply of ``children`` in order; the controller reference of each names its owner.
 
         Raises ``InvalidSpec("NameTaken")`` when an object of that kind and name exists that this owner does not
-        control: it is left as it is.
+        control: it is left as it is. All but Secrets are checked before the first is applied.
         """
-        name, namespace, owner = _identity(child)
-        what = f"apply {child.kind} {namespace}/{name}"
-        if isinstance(child, k8s.V1Secret):
-            if not await self._own_secret(child, what):
-                return
-        else:
-            live = await self._metadata(child)
-            if live is not None and not _controls(owner, live):
-                raise _taken(child)
-        with mapped(what):
-            await self._patcher(child)(
-                name,
-                namespace,
-                child,
-                field_manager=MANAGER,
-                force=True,
-                _content_type=APPLY,
-                _request_timeout=REQUEST_SECONDS,
-            )
+        for child in children:
+            if not isinstance(child, k8s.V1Secret):
+                await self._check_owner(child)
+        for child in children:
+            name, namespace, _ = _identity(child)
+            what = f"apply {child.kind} {namespace}/{name}"
+            if isinstance(child, k8s.V1Secret) and await self._created_secret(child, what):
+                continue
+            with mapped(what):
+                await self._patcher(child)(
+                    name,
+                    namespace,
+                    child,
+                    field_manager=MANAGER,
+                    force=True,
+                    _content_type=APPLY,
+                    _request_timeout=REQUEST_SECONDS,
+                )
 
-    async def _own_secret(self, child: k8s.V1Secret, what: str) -> bool:
-        """Whether ``child`` still has to be applied: False when it has just been created.
+    async def _created_secret(self, child: k8s.V1Secret, what: str) -> bool:
+        """Create ``child`` where its name is free. Returns False when it exists and its owner controls it.
 
-        The operator may not read Secrets. A create tells whether the name is free; where it is not, an apply that
-        holds nothing but our controller reference, and changes nothing (dry run), tells whose it is: the API
-        server refuses a second controller, and answers with the controllers there are.
+        The operator may not read Secrets. Where the name is taken, an apply that sets nothing and is a dry run tells
+        whose it is.
         """
         name, namespace, owner = _identity(child)
         with mapped(what):
@@ -249,7 +247,7 @@ class Kube:
                 await self._core.create_namespaced_secret(
                     namespace, child, field_manager=MANAGER, _request_timeout=REQUEST_SECONDS
                 )
-                return False
+                return True
             except ApiException as error:
                 if error.status != 409:
                     raise
@@ -266,10 +264,10 @@ class Kube:
             )
         if not _controls(owner, seen.metadata):
             raise _taken(child)
-        return True
+        return False
 
-    async def _metadata(self, child: Child) -> k8s.V1ObjectMeta | None:
-        name, namespace, _ = _identity(child)
+    async def _check_owner(self, child: k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap) -> None:
+        name, namespace, owner = _identity(child)
         reader: Callable[..., Awaitable[Any]]
         if isinstance(child, k8s.V1Deployment):
             reader = self._apps.read_namespaced_deployment
@@ -282,10 +280,10 @@ class Kube:
                 live = await reader(name, namespace, _request_timeout=REQUEST_SECONDS)
             except ApiException as error:
                 if error.status == 404:
-                    return None
+                    return
                 raise
-        metadata: k8s.V1ObjectMeta | None = live.metadata
-        return metadata
+        if not _controls(owner, live.metadata):
+            raise _taken(child)
 
     def _patcher(self, child: Child) -> Callable[..., Awaitable[Any]]:
         if isinstance(child, k8s.V1Deployment):

@@ -1,0 +1,326 @@
+"""Reconciles an InferenceDeployment: applies the fleet, admits it where no policy does, and says how it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kubernetes.aio import client as k8s
+
+from moontide import labels, naming
+from moontide.api.v1alpha1 import (
+    ClosedReplica,
+    InferenceDeployment,
+    InferenceDeploymentStatus,
+    KVCachePool,
+    PolicyVersion,
+)
+from moontide.errors import InvalidSpec
+from moontide.kube.client import Child, Resource
+from moontide.planning.model import Fleet, Replica
+from moontide.reconcile.conditions import announce
+from moontide.reconcile.context import GONE_SECONDS, Context
+from moontide.reconcile.fleets import observe
+from moontide.reconcile.policyversion import UNMANAGED_EPOCH, reconcile_unmanaged
+from moontide.resources import engine
+from moontide.status import Verdict, merge
+
+SETTLING_SECONDS = 2.0
+SETTLED_SECONDS = 30.0
+_LISTED = 10
+EXPECTED = (
+    "Complete",
+    "NotConfigured",
+    "NotCreated",
+    "MinimumReplicasUnavailable",
+    "Updating",
+    "Behind",
+    "WaitingForPool",
+)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a fleet refers to, as found in the cluster."""
+
+    pool: Resource[KVCachePool] | None = None
+    policy: Resource[PolicyVersion] | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look at a fleet. ``deployment`` is None while it does not exist, or belongs to somebody else."""
+
+    around: Around
+    deployment: k8s.V1Deployment | None
+    fleet: Fleet
+    refusal: InvalidSpec | None = None
+    """Why the children could not be applied."""
+
+
+async def reconcile(ctx: Context, namespace: str, name: str) -> float:
+    """Make the fleet what its spec says, and its status what pods and engines say.
+
+    Returns the seconds after which to look again at the latest. Raises :class:`moontide.errors.Retry` when the API
+    server does not let it look or write.
+    """
+    resource = await ctx.kube.get_deployment(namespace, name)
+    if resource is None or resource.meta.deletion_timestamp is not None:
+        return GONE_SECONDS
+    spec = resource.model.spec
+    around = Around(
+        pool=await ctx.kube.get_pool(namespace, spec.kv_cache.pool_ref.name) if spec.kv_cache is not None else None,
+        policy=await ctx.kube.get_policy(namespace, spec.policy_ref.name) if spec.policy_ref is not None else None,
+    )
+    refusal = None
+    if spec.kv_cache is None or around.pool is not None:
+        try:
+            await ctx.kube.apply(*children(ctx, resource, around.pool))
+        except InvalidSpec as error:
+            refusal = error
+
+    requeue = SETTLED_SECONDS
+    if spec.policy_ref is None and refusal is None:
+        requeue = await reconcile_unmanaged(ctx, resource)
+    live = await ctx.kube.get_child_deployment(namespace, name)
+    seen = Seen(
+        around=around,
+        deployment=live if live is not None and _ours(live, resource) else None,
+        fleet=await observe(ctx, resource),
+        refusal=refusal,
+    )
+    now = status_of(ctx, resource, seen)
+    before = resource.model.status or InferenceDeploymentStatus()
+    if now != before and await ctx.kube.apply_deployment_status(namespace, name, now, uid=resource.meta.uid):
+        await announce(ctx, resource, before.conditions, now.conditions, expected=EXPECTED)
+    settled = now.current_replicas == now.ready_replicas == spec.replicas and not now.closed
+    return requeue if settled else min(requeue, SETTLING_SECONDS)
+
+
+def children(
+    ctx: Context, resource: Resource[InferenceDeployment], pool: Resource[KVCachePool] | None
+) -> tuple[Child, ...]:
+    """The fleet's children, in the order in which they are applied.
+
+    Raises :class:`InvalidSpec` for a pool whose sizes are no amounts of memory.
+    """
+    meta, spec, owner = resource.meta, resource.model.spec, resource.owner_reference()
+    made: list[Child] = [
+        engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid)),
+        engine.service(meta.name, meta.namespace, owner),
+    ]
+    mooncake = None
+    if pool is not None:
+        try:
+            mooncake = engine.mooncake_json(meta.namespace, pool.meta.name, pool.model.spec)
+        except ValueError as error:
+            raise InvalidSpec("PoolInvalid", f"KVCachePool {pool.meta.name}: {error}") from error
+        made.append(engine.config_map(meta.name, meta.namespace, owner, mooncake))
+    made.append(
+        engine.deployment(
+            meta.name,
+            meta.namespace,
+            owner,
+            spec,
+            default_image=ctx.config.engine_image,
+            default_device=ctx.config.engine_device,
+            mooncake=mooncake,
+        )
+    )
+    return tuple(made)
+
+
+def _ours(live: k8s.V1Deployment, resource: Resource[InferenceDeployment]) -> bool:
+    references = live.metadata.owner_references if live.metadata is not None else None
+    return any(each.controller and each.uid == resource.meta.uid for each in references or ())
+
+
+def fleet_epoch(resource: Resource[InferenceDeployment], around: Around) -> int | None:
+    """The epoch the fleet has to be in; None while its policy is missing or has allotted none."""
+    if resource.model.spec.policy_ref is None:
+        return UNMANAGED_EPOCH
+    policy = around.policy
+    return policy.model.status.epoch if policy is not None and policy.model.status is not None else None
+
+
+def is_current(replica: Replica, resource: Resource[InferenceDeployment], epoch: int | None) -> bool:
+    """Whether the replica serves, in the fleet's epoch. Without a policy any epoch will do: nothing changes it."""
+    if replica.status is None or replica.terminating or replica.status.state != "open":
+        return False
+    return resource.model.spec.policy_ref is None or replica.status.epoch == epoch
+
+
+def closed_replicas(fleet: Fleet, around: Around) -> tuple[ClosedReplica, ...]:
+    """The replicas that serve nothing, each with its reason; ten at most."""
+    closed = [
+        ClosedReplica(name=replica.name, address=replica.address, reason=reason, message=message[:1024])
+        for replica in sorted(fleet.replicas, key=lambda each: each.name)
+        if (why := _why_closed(replica, around)) is not None
+        for reason, message in (why,)
+    ]
+    return tuple(closed[:_LISTED])
+
+
+def _why_closed(replica: Replica, around: Around) -> tuple[str, str] | None:
+    if replica.terminating:
+        return None
+    said = replica.status
+    if said is None:
+        if replica.container_id is None:
+            return "Starting", "the engine's container does not run yet"
+        return "NoAnswer", replica.error
+    if said.state != "closed":
+        return None
+    wanted = around.policy.model.spec if around.policy is not None else None
+    if wanted is not None and wanted.weights == "External" and said.weights_version != wanted.label:
+        return (
+            "WaitingForWeights",
+            f"the engine reports weights {said.weights_version!r} and the policy wants {wanted.label!r}: "
+            f"push them to {replica.address}",
+        )
+    return said.reason or "Closed", "the engine waits to be admitted"
+
+
+def status_of(ctx: Context, resource: Resource[InferenceDeployment], seen: Seen) -> InferenceDeploymentStatus:
+    """The status that one look amounts to."""
+    meta, spec = resource.meta, resource.model.spec
+    before = resource.model.status or InferenceDeploymentStatus()
+    counts = seen.deployment.status if seen.deployment is not None else None
+    ready = (counts.ready_replicas or 0) if counts is not None else 0
+    epoch = fleet_epoch(resource, seen.around)
+    current = sum(is_current(replica, resource, epoch) for replica in seen.fleet.replicas)
+    verdicts = [
+        available(seen),
+        progressing(resource, seen),
+        kv_cache_attached(resource, seen),
+        policy_current(resource, seen, current),
+        engine_patched(seen.fleet),
+    ]
+    policy = seen.around.policy
+    return InferenceDeploymentStatus(
+        observed_generation=meta.generation,
+        conditions=merge(before.conditions, verdicts, meta.generation, ctx.now()),
+        replicas=(counts.replicas or 0) if counts is not None else 0,
+        ready_replicas=ready,
+        current_replicas=current,
+        ready=f"{ready}/{spec.replicas}",
+        current=f"{current}/{spec.replicas}",
+        selector=labels.selector(labels.engine_labels(meta.name)),
+        version=_version(resource, policy, before),
+        epoch=epoch if epoch is not None else before.epoch,
+        endpoint=f"{naming.service_host(meta.name, meta.namespace)}:{naming.INFERENCE_PORT}",
+        pool=spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None,
+        closed=closed_replicas(seen.fleet, seen.around),
+    )
+
+
+def _version(
+    resource: Resource[InferenceDeployment], policy: Resource[PolicyVersion] | None, before: InferenceDeploymentStatus
+) -> str | None:
+    if resource.model.spec.policy_ref is None:
+        return resource.model.spec.model.version
+    if policy is None:
+        # Engines that were admitted serve on without their policy, and what they serve has not changed.
+        return before.version
+    return policy.model.status.version if policy.model.status is not None else None
+
+
+def _child_condition(deployment: k8s.V1Deployment | None, type: str) -> k8s.V1DeploymentCondition | None:
+    status = deployment.status if deployment is not None else None
+    return next((each for each in (status.conditions if status else None) or () if each.type == type), None)
+
+
+def available(seen: Seen) -> Verdict:
+    """Whether enough replicas are ready, as the Deployment's controller sees it."""
+    if seen.deployment is None:
+        return Verdict("Available", "False", "NotCreated", "there is no Deployment of this fleet yet")
+    said = _child_condition(seen.deployment, "Available")
+    if said is None:
+        return Verdict("Available", "False", "MinimumReplicasUnavailable", "no replica has been counted yet")
+    if said.status == "True":
+        return Verdict("Available", "True", said.reason or "MinimumReplicasAvailable", said.message or "")
+    return Verdict("Available", "False", said.reason or "MinimumReplicasUnavailable", said.message or "")
+
+
+def progressing(resource: Resource[InferenceDeployment], seen: Seen) -> Verdict:
+    """Whether pods are being made or replaced; False with a reason when it is done, or cannot go on."""
+    if seen.refusal is not None:
+        return Verdict("Progressing", "False", seen.refusal.reason, seen.refusal.message)
+    if resource.model.spec.kv_cache is not None and seen.around.pool is None:
+        return Verdict("Progressing", "False", "WaitingForPool", "nothing is changed until the pool exists")
+    deployment, wanted = seen.deployment, resource.model.spec.replicas
+    counts = deployment.status if deployment is not None else None
+    if deployment is None or counts is None:
+        return Verdict("Progressing", "True", "Updating", "the Deployment is being made")
+    said = _child_condition(deployment, "Progressing")
+    if said is not None and said.reason == "ProgressDeadlineExceeded":
+        return Verdict("Progressing", "False", said.reason, said.message or "")
+    generation = deployment.metadata.generation if deployment.metadata is not None else None
+    done = counts.observed_generation == generation and all(
+        (count or 0) == wanted for count in (counts.replicas, counts.updated_replicas, counts.available_replicas)
+    )
+    if done:
+        return Verdict("Progressing", "False", "Complete", "every replica has the wanted template")
+    return Verdict("Progressing", "True", "Updating", "replicas are being made or replaced")
+
+
+def kv_cache_attached(resource: Resource[InferenceDeployment], seen: Seen) -> Verdict:
+    """Whether every engine that answers has the pool attached."""
+    name = "KVCacheAttached"
+    kv_cache = resource.model.spec.kv_cache
+    if kv_cache is None:
+        return Verdict(name, "False", "NotConfigured", "spec.kvCache is absent: replicas keep local caches only")
+    pool = kv_cache.pool_ref.name
+    if seen.around.pool is None:
+        return Verdict(
+            name, "False", "PoolNotFound", f"KVCachePool {pool} does not exist; nothing that runs is changed"
+        )
+    answering = [replica for replica in seen.fleet.replicas if replica.status is not None and not replica.terminating]
+    if not answering:
+        return Verdict(name, "Unknown", "NoEngineAnswers", "no engine has said yet whether it reaches the store")
+    apart = sorted(
+        f"{replica.name} ({replica.status.store.reason or 'not attached'})"
+        for replica in answering
+        if replica.status is not None and not replica.status.store.attached
+    )
+    if apart:
+        return Verdict(name, "False", "NotAttached", f"without KVCachePool {pool}: {', '.join(apart[:_LISTED])}")
+    return Verdict(name, "True", "Attached", f"every engine that answers shares KV through KVCachePool {pool}")
+
+
+def policy_current(resource: Resource[InferenceDeployment], seen: Seen, current: int) -> Verdict:
+    """Whether every wanted replica serves in the fleet's epoch."""
+    name, spec = "PolicyCurrent", resource.model.spec
+    if spec.policy_ref is not None and seen.around.policy is None:
+        return Verdict(
+            name,
+            "False",
+            "PolicyNotFound",
+            f"PolicyVersion {spec.policy_ref.name} does not exist; admitted engines serve on, new ones wait",
+        )
+    if current < spec.replicas:
+        return Verdict(name, "False", "Behind", "not every wanted replica serves in the fleet's epoch")
+    if spec.policy_ref is None:
+        return Verdict(name, "True", "NoPolicy", "spec.policyRef is absent: one epoch holds for ever")
+    return Verdict(name, "True", "Current", f"every wanted replica serves PolicyVersion {spec.policy_ref.name}")
+
+
+def engine_patched(fleet: Fleet) -> Verdict:
+    """Whether every engine that answers runs with its patch set."""
+    name = "EnginePatched"
+    found: dict[str, set[str]] = {}
+    bare = []
+    for replica in fleet.replicas:
+        if replica.status is None or replica.terminating:
+            continue
+        if not replica.status.patches:
+            bare.append(replica.name)
+        for patch, state in replica.status.patches.items():
+            found.setdefault(patch, set()).add(state)
+    summary = ", ".join(f"{patch}: {'/'.join(sorted(states))}" for patch, states in sorted(found.items()))
+    if bare:
+        return Verdict(name, "False", "NotPatched", f"no patch set on {', '.join(sorted(bare)[:_LISTED])}")
+    if not found:
+        return Verdict(name, "Unknown", "NoEngineAnswers", "no engine has said yet which patches it runs with")
+    if any(state not in ("applied", "upstream") for states in found.values() for state in states):
+        return Verdict(name, "False", "Refused", summary)
+    return Verdict(name, "True", "Patched", summary)

@@ -1,0 +1,160 @@
+"""Reconciles a KVCachePool: applies the master, and reads its state from its own endpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import httpx
+from kubernetes.aio import client as k8s
+from prometheus_client.parser import text_string_to_metric_families
+
+from moontide import naming, status
+from moontide.api.v1alpha1 import KVCachePool, KVCachePoolStatus
+from moontide.errors import InvalidSpec
+from moontide.kube.client import Resource
+from moontide.reconcile.conditions import announce
+from moontide.reconcile.context import GONE_SECONDS, Context
+from moontide.resources import store
+
+MASTER_SECONDS = 2.0
+"""A master that serves answers in milliseconds; one that needs longer does not serve engines either."""
+STARTING_SECONDS = 1.0
+SERVING_SECONDS = 5.0
+READY = "Ready"
+
+
+@dataclass(frozen=True)
+class MasterState:
+    """What the master says of itself. ``reason`` is empty when it serves."""
+
+    reason: str = ""
+    message: str = ""
+    clients: int | None = None
+    keys: int | None = None
+    capacity_bytes: int | None = None
+    allocated_bytes: int | None = None
+
+
+_GAUGES = {
+    "master_active_clients": "clients",
+    "master_key_count": "keys",
+    "master_total_capacity_bytes": "capacity_bytes",
+    "master_allocated_bytes": "allocated_bytes",
+}
+
+
+async def look_at_master(http: httpx.AsyncClient, base: str) -> MasterState:
+    """Ask the master at ``base`` (``http://host:port``) whether it serves, and for its gauges."""
+    try:
+        health = await http.get(f"{base}/health", timeout=MASTER_SECONDS)
+        metrics = await http.get(f"{base}/metrics", timeout=MASTER_SECONDS)
+    except httpx.HTTPError as error:
+        return MasterState("MasterUnreachable", f"{base} does not answer: {type(error).__name__}")
+    try:
+        said = health.json()
+    except ValueError:
+        said = None
+    if health.status_code != 200 or not isinstance(said, dict) or said.get("service_ready") is not True:
+        return MasterState("MasterNotServing", f"{base}/health answers {health.status_code}: {health.text[:200]}")
+    try:
+        found = parse_gauges(metrics.text) if metrics.status_code == 200 else {}
+    except ValueError as error:
+        return MasterState("MasterUnreadable", f"{base}/metrics cannot be parsed: {error}")
+    missing = [name for name, attribute in _GAUGES.items() if attribute not in found]
+    if missing:
+        return MasterState(
+            "MasterUnreadable", f"{base}/metrics answers {metrics.status_code} without {', '.join(missing)}"
+        )
+    return MasterState(
+        clients=found["clients"],
+        keys=found["keys"],
+        capacity_bytes=found["capacity_bytes"],
+        allocated_bytes=found["allocated_bytes"],
+    )
+
+
+def parse_gauges(text: str) -> dict[str, int]:
+    """The gauges of a pool's status in the master's metrics. Raises ValueError for text that is no metrics page."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in _GAUGES:
+                found[_GAUGES[sample.name]] = int(sample.value)
+    return found
+
+
+async def reconcile(ctx: Context, namespace: str, name: str) -> float:
+    """Make the pool's children what its spec says, and its status what the master says.
+
+    Returns the seconds after which to look again at the latest. Raises :class:`moontide.errors.Retry` when the API
+    server does not let it look or write.
+    """
+    pool = await ctx.kube.get_pool(namespace, name)
+    if pool is None or pool.meta.deletion_timestamp is not None:
+        return GONE_SECONDS
+    fleets = await ctx.kube.list_deployments_of_pool(namespace, name)
+    try:
+        await ctx.kube.apply(*children(ctx, pool))
+    except InvalidSpec as error:
+        verdict = status.Verdict(READY, "False", error.reason, error.message)
+        await _write(ctx, pool, _status(ctx, pool, MasterState(), verdict, [each.meta.name for each in fleets]))
+        return ctx.config.resync_seconds
+
+    host = naming.service_host(naming.master(name), namespace)
+    seen = await look_at_master(ctx.http, f"http://{host}:{naming.MASTER_METRICS_PORT}")
+    verdict = _verdict(seen, await ctx.kube.get_child_deployment(namespace, naming.master(name)))
+    await _write(ctx, pool, _status(ctx, pool, seen, verdict, [each.meta.name for each in fleets]))
+    return SERVING_SECONDS if verdict.status == "True" else STARTING_SECONDS
+
+
+def children(ctx: Context, pool: Resource[KVCachePool]) -> tuple[k8s.V1Secret, k8s.V1Service, k8s.V1Deployment]:
+    """The pool's children, in the order in which they are applied."""
+    name, namespace, owner = pool.meta.name, pool.meta.namespace, pool.owner_reference()
+    return (
+        store.secret(name, namespace, owner, ctx.tokens.derive(pool.meta.uid)),
+        store.service(name, namespace, owner),
+        store.deployment(name, namespace, owner, pool.model.spec, ctx.config.mooncake_image),
+    )
+
+
+def _verdict(seen: MasterState, deployment: k8s.V1Deployment | None) -> status.Verdict:
+    if not seen.reason:
+        return status.Verdict(READY, "True", "Serving", "the master serves")
+    available = deployment.status.available_replicas if deployment is not None and deployment.status else None
+    if not available:
+        return status.Verdict(READY, "False", "MasterStarting", f"the master's pod is not ready yet; {seen.message}")
+    return status.Verdict(READY, "False", seen.reason, seen.message)
+
+
+def _status(
+    ctx: Context, pool: Resource[KVCachePool], seen: MasterState, verdict: status.Verdict, fleets: list[str]
+) -> KVCachePoolStatus:
+    before = pool.model.status or KVCachePoolStatus()
+    name, namespace = pool.meta.name, pool.meta.namespace
+    return KVCachePoolStatus(
+        observed_generation=pool.meta.generation,
+        conditions=status.merge(before.conditions, [verdict], pool.meta.generation, ctx.now()),
+        endpoint=f"{naming.service_host(naming.master(name), namespace)}:{naming.MASTER_RPC_PORT}",
+        clients=seen.clients,
+        keys=seen.keys,
+        capacity_bytes=seen.capacity_bytes,
+        allocated_bytes=seen.allocated_bytes,
+        used=used(seen.allocated_bytes, seen.capacity_bytes),
+        deployments=tuple(fleets[:256]),
+    )
+
+
+def used(allocated: int | None, capacity: int | None) -> str | None:
+    """Fill for people; None while it is unknown."""
+    if allocated is None or capacity is None:
+        return None
+    return f"{100 * allocated / capacity:.0f} %" if capacity > 0 else "0 %"
+
+
+async def _write(ctx: Context, pool: Resource[KVCachePool], now: KVCachePoolStatus) -> None:
+    if now == pool.model.status:
+        return
+    if not await ctx.kube.apply_pool_status(pool.meta.namespace, pool.meta.name, now, uid=pool.meta.uid):
+        return
+    before = (pool.model.status or KVCachePoolStatus()).conditions
+    await announce(ctx, pool, before, now.conditions, expected=("MasterStarting",))
