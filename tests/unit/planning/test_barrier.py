@@ -388,3 +388,19 @@ def test_the_pause_lives_no_longer_than_the_deadline() -> None:
     plan = world.turn()
     ttls = [a.body["ttlSeconds"] for a in plan.actions if isinstance(a, Command) and a.step is Step.QUIESCE]
     assert ttls == [15.0, 15.0]
+
+
+def test_a_replica_that_lost_its_mark_and_wakes_in_the_old_epoch_is_caught_and_the_fleet_wiped_again() -> None:
+    world = bumped()
+    lost = world.pod(0)
+    lost.mark, lost.engine.hung = None, True
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    lost.engine.hung = False
+    world.upload()
+    assert 1 in world.store["tiny"]
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert world.store["tiny"] == set()
+    assert {(p.engine.state, p.engine.epoch) for p in world.pods} == {("open", 2)}
+    world.serve()
