@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -83,10 +83,12 @@ def write_small_image(image: SmallImage, name: str, output: Path) -> None:
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("wb") as stream:
-        write_oci_archive(stream, name, manifest, [(digest_of(blob), io.BytesIO(blob)) for blob in (config, layer)])
+        write_oci_archive(stream, [name], manifest, [(digest_of(blob), io.BytesIO(blob)) for blob in (config, layer)])
 
 
-def write_oci_archive(stream: IO[bytes], name: str, manifest: bytes, blobs: Iterable[tuple[str, IO[bytes]]]) -> None:
+def write_oci_archive(
+    stream: IO[bytes], names: Sequence[str], manifest: bytes, blobs: Iterable[tuple[str, IO[bytes]]]
+) -> None:
     """Write an OCI archive as a stream. Blobs of the manifest that the receiver holds already may be left out."""
     index = {
         "schemaVersion": 2,
@@ -99,6 +101,7 @@ def write_oci_archive(stream: IO[bytes], name: str, manifest: bytes, blobs: Iter
                 "platform": {"architecture": "amd64", "os": "linux"},
                 "annotations": {NAME_ANNOTATION: name},
             }
+            for name in names
         ],
     }
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:

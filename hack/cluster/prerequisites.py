@@ -14,7 +14,7 @@ from hack.cluster.shell import run
 PACKAGES = (
     *("containerd", "runc", "containernetworking-plugins"),
     *("iproute2", "iptables", "nftables", "conntrack", "ethtool", "socat", "kmod", "openssl", "ca-certificates"),
-    *("buildah", "debootstrap", "busybox-static"),
+    *("buildah", "skopeo", "debootstrap", "busybox-static"),
 )
 # Shared libraries that the store's client and master load from the machine when they run outside a container.
 ENGINE_LIBRARIES = ("libibverbs1", "librdmacm1", "libnuma1", "libcurl4")

@@ -32,6 +32,15 @@ class Runtime:
         """Names of the images it holds."""
         return set(run([*self._ctr, "images", "ls", "-q"]).split())
 
+    def image_digests(self) -> dict[str, str]:
+        """Digest of each image's manifest, by the image's name."""
+        lines = run([*self._ctr, "images", "ls"]).splitlines()[1:]
+        return {fields[0]: fields[2] for fields in (line.split() for line in lines) if len(fields) > 2}
+
+    def tag(self, name: str, other: str) -> None:
+        """Let a second name mean the same image, whatever it meant before."""
+        run([*self._ctr, "images", "tag", "--force", name, other])
+
     def content(self) -> set[str]:
         """Digests of the blobs it holds."""
         return set(run([*self._ctr, "content", "ls", "-q"]).split())

@@ -56,7 +56,9 @@ def load_busybox(cluster: Cluster) -> str:
 def server_objects(image: str, host_folder: Path) -> list[dict[str, Any]]:
     """Two web servers behind a Service, each with a GPU, a volume of the host's and one in memory."""
     labels = {"app": "web"}
-    serve = f"mkdir /tmp/www && cp /host/greeting /tmp/www/index.html && {{ httpd -f -p {PORT} -h /tmp/www & wait; }}"
+    serve = (
+        f"mkdir -p /tmp/www && cp /host/greeting /tmp/www/index.html && {{ httpd -f -p {PORT} -h /tmp/www & wait; }}"
+    )
     container = {
         "name": "web",
         "image": image,

@@ -1,0 +1,156 @@
+"""The command line: `python3 -m hack.images --help`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hack.cluster import kind
+from hack.cluster import settings as defaults
+from hack.cluster.cluster import Cluster
+from hack.cluster.errors import ClusterError
+from hack.cluster.progress import Progress
+from hack.cluster.selfcheck import load_busybox
+from hack.cluster.settings import cache_root, repository_root
+from hack.images import base
+from hack.images.builder import Builder, choose
+from hack.images.catalogue import CUDA_IMAGE, IMAGES, Image, input_files, key_of, with_parents
+from hack.images.layouts import Layout
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command and its options."""
+    top = argparse.ArgumentParser(
+        prog="python3 -m hack.images", description="The project's images, without a registry."
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    names = [image.name for image in IMAGES]
+    build = commands.add_parser("build", help="Build what has changed, and load it into the cluster.")
+    build.add_argument("images", nargs="*", help=f"default: all of {', '.join(names)}; also {CUDA_IMAGE.name} (CUDA)")
+    build.add_argument("--cluster", choices=("local", "kind", "none"), default="local", help="where to load them")
+    build.add_argument("--name", default=defaults.DEFAULT_NAME, help="the local cluster's name (default: %(default)s)")
+    build.add_argument("--builder", choices=("auto", "buildah", "docker"), default="auto")
+    build.add_argument("--base-image", help="use this base image instead of one made of Debian packages")
+    build.add_argument("--quiet", action="store_true", help="print no progress")
+    keys = commands.add_parser("keys", help="Print each image's name with the key of its present content.")
+    keys.add_argument("--base-image", help="as for build")
+    test = commands.add_parser("busybox", help="Load a busybox test image into the local cluster and print its name.")
+    test.add_argument("--name", default=defaults.DEFAULT_NAME, help="the local cluster's name (default: %(default)s)")
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 is success."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.command == "build":
+            _build(options)
+        elif options.command == "keys":
+            keys = image_keys(with_parents(image.name for image in IMAGES), options.base_image or base.key())
+            for name, key in keys.items():
+                print(f"{name} {key}")
+        else:
+            print(load_busybox(_cluster(options.name, Progress())))
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def image_keys(images: list[Image], base_key: str) -> dict[str, str]:
+    """Key of each image by its name; parents come before what is built on them."""
+    keys: dict[str, str] = {"base": base_key}
+    for image in images:
+        keys[image.name] = key_of(image, keys[image.parent[1]] if image.parent[1] else image.parent[0])
+    del keys["base"]
+    return keys
+
+
+def _cluster(name: str, progress: Progress) -> Cluster:
+    stored = defaults.load(name)
+    if stored is None or stored.control_plane_only:
+        raise ClusterError(f"there is no cluster {name!r} to load images into; bring it up, or use --cluster none")
+    return Cluster(stored, progress)
+
+
+def _build(options: argparse.Namespace) -> None:
+    progress = Progress(quiet=options.quiet)
+    images = with_parents(options.images or [image.name for image in IMAGES])
+    cluster = _cluster(options.name, progress) if options.cluster == "local" else None
+    builder = choose(progress, options.builder)
+    base_reference = options.base_image
+    if base_reference is None and any(image.parent[1] == "base" for image in images):
+        base_reference = base.ensure(builder, progress)
+    keys = image_keys(images, options.base_image or base.key())
+    for image in images:
+        _build_one(image, keys, base_reference, builder, progress)
+    for image in images:
+        if image.loaded and cluster is not None:
+            _send(image, keys[image.name], builder, cluster, progress)
+        elif image.loaded and options.cluster == "kind":
+            with tempfile.TemporaryDirectory(dir=cache_root()) as folder:
+                archive = Path(folder) / f"{image.name}.tar"
+                Layout(Path(folder) / "layout").archive(builder, image.reference, [image.reference], archive)
+                kind.load_image(archive, progress)
+
+
+def _build_one(image: Image, keys: dict[str, str], base_reference: str, builder: Builder, progress: Progress) -> None:
+    keyed = image.keyed(keys[image.name])
+    held = builder.references()
+    if keyed in held:
+        progress.say(f"{image.reference}: unchanged")
+    else:
+        argument, parent = image.parent
+        arguments = {}
+        if parent is not None:
+            arguments[argument] = base_reference if parent == "base" else image_reference(parent, keys)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="context-", dir=cache_root()) as context:
+            _stage(image, Path(context))
+            builder.build(Path(context), Path(context) / image.dockerfile, keyed, arguments)
+        progress.say(f"{image.reference}: built in {time.monotonic() - began:.1f} s")
+    builder.tag(keyed, image.reference)
+    for old in held:
+        if old.startswith(image.keyed("")) and old not in (keyed, image.reference):
+            builder.remove(old)
+
+
+def image_reference(name: str, keys: dict[str, str]) -> str:
+    """Name of one of our images with the key of its present content."""
+    return f"{with_parents([name])[-1].keyed(keys[name])}"
+
+
+def _stage(image: Image, context: Path) -> None:
+    """Copy just the image's inputs, so that nothing else can get into it."""
+    root = repository_root()
+    for source in input_files(root, (image.dockerfile, *image.inputs)):
+        target = context / source.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target)
+        # The umask of whoever checked the files out must not decide what the image's user can read.
+        target.chmod(0o755 if source.stat().st_mode & 0o100 else 0o644)
+    for folder in (context, *(path for path in context.rglob("*") if path.is_dir())):
+        folder.chmod(0o755)
+
+
+def _send(image: Image, key: str, builder: Builder, cluster: Cluster, progress: Progress) -> None:
+    keyed = image.keyed(key)
+    digests = cluster.runtime.image_digests()
+    if keyed in digests:
+        if digests.get(image.reference) != digests[keyed]:
+            cluster.runtime.tag(keyed, image.reference)
+        progress.say(f"{image.reference}: the cluster has it")
+    else:
+        layout = Layout(cache_root() / "layouts" / image.name)
+        done = layout.send(builder, keyed, [image.reference, keyed], cluster.runtime)
+        progress.say(
+            f"{image.reference}: {done.image_bytes / 1e6:.0f} MB in {done.layers} layers; "
+            f"sent {done.sent_layers} of them ({done.sent_bytes / 1e6:.1f} MB) in {done.seconds:.1f} s"
+        )
+    for old in digests:
+        if old.startswith(image.keyed("")) and old not in (keyed, image.reference):
+            cluster.runtime.remove_image(old)
