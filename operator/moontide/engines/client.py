@@ -126,7 +126,7 @@ async def wipe(http: httpx.AsyncClient, action: Wipe, url: str, token: str) -> R
     if not second.success:
         return Result(action, False, second.reason, second.message, first.removed, second.seconds)
     left = None if isinstance(answer, Unanswered) else answer[1].get("removed")
-    if left != 0:
+    if type(left) is not int or left != 0:
         text = f"a second removal still found {left} keys"
         return Result(action, False, "KeysLeft", text, first.removed, second.seconds)
     return Result(action, True, "Verified", "", first.removed, second.seconds)

@@ -1,0 +1,188 @@
+"""The client of engines and wipers against a real HTTP server that answers badly in every way we know of.
+
+The server is a fault injector (``FaultyPeer``), not an engine: the answers of real engines are tested in
+tests/component/engine and tests/e2e.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from moontide.engines.client import Unanswered, engine_status, fan_out, new_http_client, send, wipe
+from moontide.planning.model import Command, EngineStatus, Fleet, Replica, Result, Step, Wipe
+
+STATUS = {
+    "bootId": "b1",
+    "state": "open",
+    "epoch": 1,
+    "version": "1",
+    "weightsVersion": "1",
+    "clean": False,
+    "drained": False,
+    "running": 0,
+}
+FLEET = Fleet("tiny", "fleet-uid", "pool", "pool-uid")
+
+
+class FaultyPeer:
+    """Answers each request with what ``answer(path, body)`` returns: (status, raw body), or None to hang."""
+
+    def __init__(self, answer: Callable[[str, dict[str, Any]], tuple[int, bytes] | None]) -> None:
+        self.answer = answer
+        self.seen: list[tuple[str, dict[str, Any], str]] = []
+        self.address = ""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            path = head.split(" ", 2)[1]
+            headers = {
+                name.lower(): value
+                for line in head.split("\r\n")[1:]
+                if ": " in line
+                for name, value in [line.split(": ", 1)]
+            }
+            raw = await reader.readexactly(int(headers.get("content-length", "0")))
+            body = json.loads(raw) if raw else {}
+            self.seen.append((path, body, headers.get("authorization", "")))
+            answer = self.answer(path, body)
+            if answer is None:
+                await asyncio.sleep(30)
+                return
+            status, content = answer
+            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (status, len(content)))
+            writer.write(content)
+            await writer.drain()
+        finally:
+            writer.close()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[FaultyPeer]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()[:2]
+        self.address = f"{host}:{port}"
+        try:
+            yield self
+        finally:
+            server.close()
+
+
+def command(address: str, step: Step = Step.RESET, timeout: float = 5.0) -> Command:
+    status = EngineStatus.model_validate(STATUS)
+    replica = Replica("r", "pod-uid", "fleet-uid", address, "c1", True, status=status)
+    return Command(step, replica, 3, {}, timeout)
+
+
+async def sent(content: bytes, code: int = 200) -> Result:
+    async with FaultyPeer(lambda path, body: (code, content)).running() as peer, new_http_client() as http:
+        return await send(http, command(peer.address), "secret")
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "reason"),
+    [
+        (b"", 200, "EmptyBody"),
+        (b"<html>", 200, "NotJson"),
+        (b"[true]", 200, "NotJson"),
+        (b"{}", 200, "Http200"),
+        (b'{"success": "true"}', 200, "Http200"),
+        (b'{"success": 1}', 200, "Http200"),
+        (b'{"success": false, "reason": "BlocksHeld"}', 200, "BlocksHeld"),
+        (b'{"success": true}', 500, "Http500"),
+        (b'{"success": false, "reason": "Fenced"}', 409, "Fenced"),
+    ],
+)
+async def test_only_a_body_that_says_so_is_success(content: bytes, code: int, reason: str) -> None:
+    result = await sent(content, code)
+    assert not result.success
+    assert result.reason == reason
+
+
+async def test_success_and_what_a_command_carries() -> None:
+    async with FaultyPeer(lambda path, body: (200, b'{"success": true}')).running() as peer, new_http_client() as http:
+        result = await send(http, command(peer.address), "secret")
+    assert result.success
+    path, body, auth = peer.seen[0]
+    assert path == "/moontide/v1/reset"
+    assert body == {"term": 0, "epoch": 3, "bootId": "b1", "timeoutSeconds": 5.0}
+    assert auth == "Bearer secret"
+
+
+async def test_a_peer_that_hangs_costs_its_bound_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moontide.engines.client.MARGIN_SECONDS", 0.1)
+    async with FaultyPeer(lambda path, body: None).running() as peer, new_http_client() as http:
+        result = await asyncio.wait_for(send(http, command(peer.address, timeout=0.1), "t"), 5)
+    assert (result.success, result.reason) == (False, "Timeout")
+
+
+async def test_nobody_listening_is_a_reason() -> None:
+    async with new_http_client() as http:
+        answer = await engine_status(http, "127.0.0.1:9", "t")
+    assert isinstance(answer, Unanswered)
+    assert answer.reason == "Unreachable"
+
+
+@pytest.mark.parametrize("missing", ["bootId", "state", "clean", "drained", "epoch", "running"])
+async def test_a_status_without_a_deciding_field_is_no_status(missing: str) -> None:
+    body = json.dumps({key: value for key, value in STATUS.items() if key != missing}).encode()
+    async with FaultyPeer(lambda path, _: (200, body)).running() as peer, new_http_client() as http:
+        answer = await engine_status(http, peer.address, "t")
+    assert isinstance(answer, Unanswered)
+    assert answer.reason == "NotAStatus"
+
+
+async def test_a_whole_status_is_read() -> None:
+    async with FaultyPeer(lambda path, _: (200, json.dumps(STATUS).encode())).running() as peer:
+        async with new_http_client() as http:
+            answer = await engine_status(http, peer.address, "t")
+    assert isinstance(answer, EngineStatus)
+    assert (answer.boot_id, answer.state) == ("b1", "open")
+
+
+async def wiped(*removals: dict[str, Any]) -> tuple[Result, FaultyPeer]:
+    answers = iter(removals)
+    async with FaultyPeer(lambda path, body: (200, json.dumps(next(answers)).encode())).running() as peer:
+        async with new_http_client() as http:
+            return await wipe(http, Wipe(FLEET, 2.0), f"http://{peer.address}", "t"), peer
+
+
+async def test_a_wipe_is_verified_by_a_second_removal_that_finds_nothing() -> None:
+    result, peer = await wiped({"success": True, "removed": 7}, {"success": True, "removed": 0})
+    assert (result.success, result.reason, result.removed) == (True, "Verified", 7)
+    assert [body["namespace"] for _, body, _ in peer.seen] == ["fleet-uid", "fleet-uid"]
+
+
+@pytest.mark.parametrize(
+    ("removals", "reason"),
+    [
+        (({"success": True, "removed": 7}, {"success": True, "removed": 1}), "KeysLeft"),
+        (({"success": True, "removed": 7}, {"success": True}), "KeysLeft"),
+        (({"success": True, "removed": 7}, {"success": True, "removed": None}), "KeysLeft"),
+        (({"success": False, "code": -900, "reason": "StoreError"},), "StoreError"),
+        (({"success": True, "removed": 7}, {"success": False, "reason": "StoreTimeout"}), "StoreTimeout"),
+    ],
+)
+async def test_anything_less_is_no_verified_wipe(removals: tuple[dict[str, Any], ...], reason: str) -> None:
+    result, _ = await wiped(*removals)
+    assert (result.success, result.reason) == (False, reason)
+
+
+async def test_the_fan_out_is_bounded_and_keeps_the_order() -> None:
+    busy = most = 0
+
+    async def call(item: int) -> int:
+        nonlocal busy, most
+        busy += 1
+        most = max(most, busy)
+        await asyncio.sleep(0.001)
+        busy -= 1
+        return item * 2
+
+    assert await fan_out(list(range(50)), call, limit=5) == [2 * n for n in range(50)]
+    assert most == 5
