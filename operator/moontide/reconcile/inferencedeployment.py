@@ -189,7 +189,7 @@ def status_of(ctx: Context, resource: Resource[InferenceDeployment], seen: Seen)
     epoch = fleet_epoch(resource, seen.around)
     current = sum(is_current(replica, resource, epoch) for replica in seen.fleet.replicas)
     verdicts = [
-        available(seen),
+        available(resource, seen),
         progressing(resource, seen),
         kv_cache_attached(resource, seen),
         policy_current(resource, seen, current),
@@ -229,13 +229,19 @@ def _child_condition(deployment: k8s.V1Deployment | None, type: str) -> k8s.V1De
     return next((each for each in (status.conditions if status else None) or () if each.type == type), None)
 
 
-def available(seen: Seen) -> Verdict:
-    """Whether enough replicas are ready, as the Deployment's controller sees it."""
+def available(resource: Resource[InferenceDeployment], seen: Seen) -> Verdict:
+    """Whether enough replicas are ready, as the Deployment's controller sees it, and at least one.
+
+    The controller calls a Deployment of one replica, which may be unavailable in a rollout, available with none.
+    """
     if seen.deployment is None:
         return Verdict("Available", "False", "NotCreated", "there is no Deployment of this fleet yet")
     said = _child_condition(seen.deployment, "Available")
     if said is None:
         return Verdict("Available", "False", "MinimumReplicasUnavailable", "no replica has been counted yet")
+    ready = seen.deployment.status.ready_replicas if seen.deployment.status is not None else None
+    if said.status == "True" and not ready and resource.model.spec.replicas > 0:
+        return Verdict("Available", "False", "MinimumReplicasUnavailable", "no replica is ready")
     if said.status == "True":
         return Verdict("Available", "True", said.reason or "MinimumReplicasAvailable", said.message or "")
     return Verdict("Available", "False", said.reason or "MinimumReplicasUnavailable", said.message or "")

@@ -1,0 +1,80 @@
+"""kopf's part: it watches, and tells :class:`moontide.handlers.routes.Routes`. It decides and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import kopf
+
+from moontide import labels
+from moontide.api.v1alpha1 import GROUP, VERSION
+from moontide.handlers.loops import Loops
+from moontide.handlers.routes import Routes
+from moontide.kube.kinds import KINDS
+
+CHILDREN = (("", "v1", "pods"), ("apps", "v1", "deployments"), ("", "v1", "services"), ("", "v1", "configmaps"))
+"""Kinds of children that are watched. Secrets are not: the operator may not read them; a resync repairs them."""
+
+
+def registry(routes: Routes, loops: Loops) -> kopf.OperatorRegistry:
+    """The handlers of one operator process."""
+    made = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=made)
+    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    for kind in KINDS:
+
+        @kopf.on.event(GROUP, VERSION, kind.plural, registry=made, param=kind.kind, id=f"see-{kind.plural}")
+        async def resource(
+            *,
+            namespace: str | None,
+            name: str,
+            body: Mapping[str, Any],
+            type: str | None,
+            param: Any = None,
+            **_: Any,
+        ) -> None:
+            if namespace is not None:
+                routes.resource(param, namespace, name, body, deleted=type == "DELETED")
+
+    for group, version, plural in CHILDREN:
+
+        @kopf.on.event(
+            group, version, plural, registry=made, labels={labels.MANAGED_BY: labels.MANAGER}, id=f"see-{plural}"
+        )
+        async def child(*, namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+            if namespace is not None:
+                routes.child(namespace, labels)
+
+    @kopf.on.probe(registry=made, id="loops", errors=kopf.ErrorsMode.PERMANENT)
+    async def alive(**_: Any) -> int:
+        stuck = loops.stuck()
+        if stuck:
+            raise RuntimeError(", ".join(f"{key} has not moved for {seconds:.0f} s" for key, seconds in stuck))
+        return len(loops)
+
+    return made
+
+
+def settings(*, cluster_wide: bool) -> kopf.OperatorSettings:
+    """kopf's settings: no peering, nothing written to any object, and every wait bounded."""
+    made = kopf.OperatorSettings()
+    # Looking for new CRDs while running needs rights that a Role cannot give.
+    made.scanning.disabled = not cluster_wide
+    made.peering.standalone = True
+    made.posting.enabled = False
+    made.persistence.finalizer = labels.FINALIZER
+    made.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP, v1=False)
+    made.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP, v1=False)
+    made.watching.server_timeout = 300
+    made.watching.client_timeout = 310
+    made.watching.connect_timeout = 10
+    made.networking.request_timeout = 30
+    made.execution.default_backoff = 10
+    selector = f"{labels.MANAGED_BY}={labels.MANAGER}"
+    for group, version, plural in CHILDREN:
+        made.watching.label_selectors[group, version, plural] = selector
+    return made
