@@ -1,0 +1,49 @@
+{{- define "moontide.fullname" -}}
+{{- if eq .Release.Name "moontide" -}}
+moontide-operator
+{{- else -}}
+{{- printf "%s-moontide-operator" .Release.Name | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moontide.selector" -}}
+app.kubernetes.io/name: moontide-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "moontide.labels" -}}
+{{ include "moontide.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{/* The rights to what the operator serves: a ClusterRole's, or a Role's in the one namespace that it watches. */}}
+{{- define "moontide.rules" -}}
+- apiGroups: [moontide.dev]
+  resources: [kvcachepools, inferencedeployments, policyversions]
+  verbs: [get, list, watch]
+- apiGroups: [moontide.dev]
+  resources: [kvcachepools/status, inferencedeployments/status, policyversions/status]
+  verbs: [patch]
+# Some clusters ask for this of whoever sets blockOwnerDeletion. The operator writes no finalizer.
+- apiGroups: [moontide.dev]
+  resources: [kvcachepools/finalizers, inferencedeployments/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [""]
+  resources: [services, configmaps]
+  verbs: [get, list, watch, create, patch]
+# Tokens are derived from the operator's root key, so it need not read Secrets.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create, patch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch, patch, delete]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}
