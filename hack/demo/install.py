@@ -1,0 +1,233 @@
+"""From a prepared machine to a fleet that serves: cluster, images, CRDs, chart, examples."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from hack.cluster import access, binaries, kind
+from hack.cluster.access import Access
+from hack.cluster.progress import Progress
+from hack.cluster.settings import repository_root
+from hack.demo.fleet import Fleet
+from hack.demo.kube import Kube, KubeError, Object, conditions, holds, is_current, names, wait
+from hack.demo.reach import Direct, Forwarded, Reach
+from hack.demo.say import Voice
+from hack.setup import steps
+from moontide import naming
+
+RELEASE = "moontide"
+SYSTEM_NAMESPACE = "moontide-system"
+CLAIM = "tiny-models"
+EXAMPLES = repository_root() / "examples" / "demo"
+KINDS = "kvp,ifd,polv"
+_READY_SECONDS = 420.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A cluster to install into. ``mode`` is local, kind or current."""
+
+    mode: str
+    access: Access
+
+    @property
+    def kube(self) -> Kube:
+        """kubectl on it."""
+        return Kube(self.access)
+
+    def reach(self) -> Reach:
+        """How pods are reached from this machine."""
+        return Direct() if self.mode == "local" else Forwarded(self.kube)
+
+
+def cluster(mode: str, allow_context: str | None, voice: Voice) -> Target:
+    """Bring the cluster up (or, with ``current``, check that it may be used)."""
+    command = [sys.executable, "-m", "hack.cluster", "up", "--cluster", mode]
+    command += ["--allow-context", allow_context] if allow_context else []
+    voice.say(f"cluster ({mode})")
+    kubeconfig = Path(_call(command).strip().splitlines()[-1])
+    return Target(mode, access.resolve(kubeconfig, allow_context))
+
+
+def images(target: Target, voice: Voice) -> None:
+    """Build and load; with ``current`` the images come from that cluster's registry."""
+    if target.mode == "current":
+        voice.say("images: the current cluster pulls them itself; see docs/quickstart.md")
+        return
+    voice.say("images")
+    _call([sys.executable, "-m", "hack.images", "build", "--cluster", target.mode])
+
+
+def helm(target: Target, *arguments: str) -> str:
+    """Run Helm on the cluster; returns its output. Raises KubeError."""
+    program = binaries.ensure(Progress(quiet=True)) / "helm"
+    command = [str(program), f"--kubeconfig={target.access.kubeconfig}", f"--kube-context={target.access.context}"]
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=300
+    )
+    if done.returncode != 0:
+        raise KubeError(f"helm {' '.join(arguments)}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def operator(target: Target, voice: Voice) -> None:
+    """CRDs with kubectl, then the chart without CRDs; returns when the operator is ready."""
+    target.kube.run("apply", "--server-side", "--force-conflicts", "--filename", str(repository_root() / "crds"))
+    voice.say(f"CRDs applied; Helm release {RELEASE} in {SYSTEM_NAMESPACE}")
+    chart = str(repository_root() / "charts" / "moontide")
+    options = ("--namespace", SYSTEM_NAMESPACE, "--create-namespace")
+    helm(target, "upgrade", "--install", RELEASE, chart, *options, "--values", str(EXAMPLES / "values.yaml"))
+    # The tag of a local image stays the same when its content changes.
+    target.kube.run("rollout", "restart", "deployment", "--namespace", SYSTEM_NAMESPACE)
+    for deployment in target.kube.list("deployment", SYSTEM_NAMESPACE):
+        name = deployment["metadata"]["name"]
+        target.kube.run(
+            *("rollout", "status", f"deployment/{name}", "--namespace", SYSTEM_NAMESPACE, "--timeout=120s"), timeout=150
+        )
+        voice.say(f"operator: deployment/{name} is ready")
+
+
+def manifests(models: Path | None) -> list[Object]:
+    """Every object of examples/demo, with the weights' folder put into the volume where one is given."""
+    found: list[Object] = []
+    for path in sorted(EXAMPLES.glob("[0-9]*.yaml")):
+        found += [each for each in yaml.safe_load_all(path.read_text()) if each]
+    for each in found:
+        if each["kind"] == "PersistentVolume" and models is not None:
+            each["spec"]["hostPath"]["path"] = str(models)
+    return found
+
+
+def examples(target: Target, voice: Voice) -> Fleet:
+    """Apply the demo's objects; does not wait for them."""
+    objects = manifests(_models(target, voice))
+    if target.mode == "current" and target.kube.find("pvc", CLAIM, "moontide-demo") is not None:
+        objects = [each for each in objects if not each["kind"].startswith("PersistentVolume")]
+    target.kube.apply(*objects)
+    voice.say(f"applied {', '.join(names(objects))}")
+    return Fleet(target.kube, target.reach(), "moontide-demo")
+
+
+def _models(target: Target, voice: Voice) -> Path | None:
+    """Where the node finds the weights; None leaves what the example says."""
+    if target.mode == "local":
+        return steps.models_dir()
+    if target.mode == "kind":
+        node, folder = f"{access.KIND_CLUSTER}-control-plane", "/var/lib/moontide-demo/models"
+        for command in (["exec", node, "mkdir", "-p", folder], ["cp", f"{steps.models_dir()}/.", f"{node}:{folder}"]):
+            _call(["docker", *command])
+        voice.say(f"weights copied into {node}")
+    return None
+
+
+def rewind(fleet: Fleet, version: str, voice: Voice) -> None:
+    """Where an earlier demo left engines with other weights, push the first ones back; a new fleet needs nothing."""
+    if fleet.kube.find("secret", naming.admin_secret(fleet.deployment), fleet.namespace) is None:
+        return
+    for replica in fleet.replicas():
+        try:
+            loaded = replica.look("/weight_info")["weight_version"]
+        except (httpx.HTTPError, OSError):
+            continue
+        if loaded != version:
+            replica.push_weights("/models/policy-a", version)
+            voice.say(f"{replica.name}: weights {loaded!r} of an earlier run replaced by {version!r}")
+
+
+def ready(fleet: Fleet, version: str, voice: Voice, seconds: float = _READY_SECONDS) -> None:
+    """Wait until pool, fleet and policy say that they serve ``version``; every change seen meanwhile is printed."""
+    seen: dict[str, str] = {}
+    events: set[str] = set()
+
+    def note(key: str, text: str) -> None:
+        if seen.get(key) != text:
+            seen[key] = text
+            voice.say(f"  {key}: {text}")
+
+    def look() -> bool:
+        objects = {each["kind"]: each for each in fleet.kube.list(KINDS, fleet.namespace)}
+        for kind_name, each in objects.items():
+            for found in conditions(each):
+                detail = f" ({found['reason']})" if found.get("reason") else ""
+                note(f"{kind_name} {found['type']}", f"{found['status']}{detail} {found.get('message', '')}".rstrip())
+        for pod in fleet.kube.list("pods", fleet.namespace):
+            note(f"pod {pod['metadata']['name']}", pod_state(pod))
+        for event in fleet.kube.list("events", fleet.namespace):
+            key = event["metadata"]["uid"] + str(event.get("count", ""))
+            if key not in events and event.get("type") == "Warning" and "Unhealthy" not in event.get("reason", ""):
+                voice.say(f"  warning: {event['involvedObject']['name']}: {event['reason']}: {event['message'][:200]}")
+            events.add(key)
+        return (
+            len(objects) == 3
+            and holds(objects["KVCachePool"], "Ready")
+            and holds(objects["InferenceDeployment"], "Available")
+            and is_current(objects["PolicyVersion"], version)
+            and len(fleet.pods()) == int(objects["InferenceDeployment"]["spec"]["replicas"])
+        )
+
+    def last() -> str:
+        return "\n".join(f"{key}: {text}" for key, text in seen.items())
+
+    wait(lambda: look() or None, seconds, f"pool, fleet and policy at version {version}", every=2.0, last=last)
+
+
+def pod_state(pod: Object) -> str:
+    """One line on a pod: phase, ready containers, restarts, and why it waits."""
+    statuses: list[dict[str, Any]] = pod["status"].get("containerStatuses", [])
+    up = sum(bool(each.get("ready")) for each in statuses)
+    restarts = sum(int(each.get("restartCount", 0)) for each in statuses)
+    waiting = [each["state"]["waiting"].get("reason", "") for each in statuses if "waiting" in each.get("state", {})]
+    ending = ", ending" if "deletionTimestamp" in pod["metadata"] else ""
+    text = f"{pod['status'].get('phase')} {up}/{len(pod['spec']['containers'])} ready, {restarts} restarts{ending}"
+    return f"{text} {' '.join(waiting)}".rstrip()
+
+
+def remove(target: Target, voice: Voice) -> None:
+    """Take away what `examples` applied."""
+    target.kube.run("delete", KINDS, "--all", "--namespace", "moontide-demo", "--timeout=120s", timeout=150)
+    target.kube.run("delete", "namespace", "moontide-demo", "--ignore-not-found", "--timeout=120s", timeout=150)
+    target.kube.run("delete", "pv", "moontide-demo-models", "--ignore-not-found", "--timeout=60s")
+    voice.say("the demo's objects are gone")
+
+
+def end(target: Target, voice: Voice) -> None:
+    """End a cluster that was made here."""
+    if target.mode == "current":
+        return
+    _call([sys.executable, "-m", "hack.cluster", "down", "--cluster", target.mode])
+    voice.say("the cluster is down")
+
+
+def is_up(mode: str) -> bool:
+    """Whether the cluster is there before we touch it; one that is not ours always is."""
+    if mode == "current":
+        return True
+    if mode == "kind":
+        return kind.kubeconfig().exists()
+    done = subprocess.run([sys.executable, "-m", "hack.cluster", "status"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def _call(command: list[str]) -> str:
+    """Run one of our own commands; its progress goes straight to the terminal. Raises KubeError."""
+    environment = {**os.environ, "PYTHONPATH": str(repository_root())}
+    done = subprocess.run(
+        command,
+        cwd=repository_root(),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise KubeError(f"`{' '.join(command)}` ended with {done.returncode}")
+    return done.stdout

@@ -1,0 +1,162 @@
+"""A change of policy meets a dead store and a killed operator."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import signal
+import time
+
+import pytest
+
+from hack.demo.cold import References
+from hack.demo.fleet import Answer, Fleet, push_weights
+from hack.demo.install import SYSTEM_NAMESPACE
+from hack.demo.kube import Kube, Object, condition, holds, is_current, wait
+from hack.demo.prompts import Prompts
+from hack.demo.story import MODELS
+from moontide import labels
+from tests.e2e.faults import frozen, pids, send
+from tests.e2e.oracle.trainer import side_of
+
+ABSENT_IMAGE = "moontide.local/there-is-no-such-image:none"
+BACK_SECONDS = 120.0
+
+
+def _push_and_bump(fleet: Fleet) -> str:
+    version = str(int(fleet.get_policy()["spec"]["version"]) + 1)
+    push_weights(fleet.replicas(), MODELS[side_of(int(version))], version)
+    fleet.bump(int(version))
+    return version
+
+
+def _current(fleet: Fleet, version: str) -> Object:
+    return wait(
+        lambda: policy if is_current(policy := fleet.get_policy(), version) else None,
+        BACK_SECONDS,
+        f"Current=True for version {version}",
+        last=lambda: str(fleet.get_policy().get("status")),
+    )
+
+
+def _all_right(answers: list[Answer], references: References, version: str, epoch: int) -> None:
+    for answer in answers:
+        assert answer.status == 200, answer
+        assert (answer.version, answer.epoch) == (version, epoch)
+        assert references[side_of(int(version))][answer.prompt].equals(answer), answer
+
+
+def _master_pods(fleet: Fleet) -> list[Object]:
+    return fleet.kube.list("pods", fleet.namespace, labels.selector(labels.store_labels(fleet.pool)))
+
+
+def test_dead_master_holds_the_change_and_says_why(fleet: Fleet, texts: Prompts, references: References) -> None:
+    prompts = dict(enumerate(texts.kept))
+    for number, text in prompts.items():
+        assert fleet.replicas()[0].ask(fleet.model, number, text).status == 200
+    epoch = int(fleet.get_policy()["status"]["epoch"])
+    dead = fleet.store().pod
+    # An image that does not exist keeps the master away after the kill.
+    fleet.kube.merge("kvp", fleet.pool, fleet.namespace, {"spec": {"master": {"image": ABSENT_IMAGE}}})
+    if pids(dead, "mooncake_master"):
+        send(dead, "mooncake_master", signal.SIGKILL)
+    name = dead["metadata"]["name"]
+    fleet.kube.run("delete", "pod", name, "-n", fleet.namespace, "--ignore-not-found", "--grace-period=0", "--force")
+    try:
+        wait(
+            lambda: not [pod for pod in _master_pods(fleet) if pids(pod, "mooncake_master")] or None,
+            60,
+            "a dead master",
+        )
+        version = _push_and_bump(fleet)
+
+        def blamed() -> Object | None:
+            found = condition(fleet.get_policy(), "Current")
+            return found if found["status"] != "True" and found["reason"] == "StoreUnavailable" else None
+
+        found = wait(blamed, 60, "a reason", last=lambda: str(fleet.get_policy().get("status")))
+        print(f"with a dead master: Current={found['status']} ({found['reason']}) {found['message']}")
+        assert found["message"]
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            policy = fleet.get_policy()
+            assert condition(policy, "Current")["status"] != "True"
+            assert policy["status"]["lastUpdate"].get("wipedAt") is None
+            assert all(replica.look()["state"] != "open" for replica in fleet.replicas())
+            time.sleep(0.5)
+    finally:
+        fleet.kube.merge("kvp", fleet.pool, fleet.namespace, {"spec": {"master": {"image": None}}})
+    began = time.monotonic()
+    policy = _current(fleet, version)
+    print(f"the master's image is back: Current=True by itself after {time.monotonic() - began:.1f} s")
+    assert int(policy["status"]["epoch"]) == epoch + 1
+    wait(
+        lambda: holds(fleet.kube.get("kvp", fleet.pool, fleet.namespace), "Ready") or None,
+        60,
+        "the pool Ready",
+    )
+    answers = [each.ask(fleet.model, number, text) for each in fleet.replicas() for number, text in prompts.items()]
+    _all_right(answers, references, version, epoch + 1)
+
+
+def _operator_pod(kube: Kube) -> Object:
+    def running() -> Object | None:
+        pods = [
+            pod
+            for pod in kube.list("pods", SYSTEM_NAMESPACE)
+            if "deletionTimestamp" not in pod["metadata"] and pids(pod, "moontide")
+        ]
+        return pods[0] if pods else None
+
+    return wait(running, 60, "a running operator")
+
+
+@pytest.mark.parametrize("how", ["process killed", "pod deleted"])
+def test_killed_operator_is_followed_by_one_that_finishes(
+    how: str, fleet: Fleet, kube: Kube, texts: Prompts, references: References
+) -> None:
+    replicas, prompts = fleet.replicas(), dict(enumerate(texts.kept))
+    epoch = int(fleet.get_policy()["status"]["epoch"])
+    boots = [replica.look()["bootId"] for replica in replicas]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=len(prompts)) as pool:
+        # A frozen master holds the change between drain and resume for as long as we like.
+        with frozen(fleet.store().pod, "mooncake_master"):
+            version = _push_and_bump(fleet)
+            update = wait(
+                lambda: (
+                    found
+                    if (found := fleet.get_policy()["status"]["lastUpdate"])["epoch"] == epoch + 1
+                    and found.get("drainedAt")
+                    else None
+                ),
+                60,
+                "drained",
+                every=0.1,
+                last=lambda: str(fleet.get_policy().get("status")),
+            )
+            assert update.get("resumedAt") is None
+            assert [replica.look()["state"] for replica in replicas] == ["paused"] * len(replicas)
+            waiting = [
+                pool.submit(replicas[number % len(replicas)].ask, fleet.model, number, text)
+                for number, text in prompts.items()
+            ]
+            victim = _operator_pod(kube)
+            if how == "process killed":
+                send(victim, "moontide", signal.SIGKILL)
+            else:
+                name = victim["metadata"]["name"]
+                kube.run("delete", "pod", name, "--namespace", SYSTEM_NAMESPACE, "--grace-period=0", "--force")
+            assert fleet.get_policy()["status"]["lastUpdate"].get("resumedAt") is None, (
+                "killed too late to prove anything"
+            )
+        policy = _current(fleet, version)
+        answers = [each.result(timeout=60) for each in waiting]
+    update = policy["status"]["lastUpdate"]
+    print(f"{how}: epoch {update['epoch']} finished by the next operator, paused {update['pauseSeconds']:.1f} s")
+    assert update["epoch"] == epoch + 1, "the next operator finishes the change instead of beginning another"
+    for replica, boot in zip(replicas, boots, strict=True):
+        seen = replica.look()
+        assert (seen["state"], seen["epoch"], seen["version"]) == ("open", epoch + 1, version)
+        assert seen["bootId"] == boot
+    assert math.isfinite(update["pauseSeconds"])
+    _all_right(answers, references, version, epoch + 1)
