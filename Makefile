@@ -13,16 +13,16 @@ setup: ## everything that a fresh Debian 12 machine needs (packages, environment
 	python3 -m hack.setup
 
 demo: ## cluster, operator, two engines, one store, a verified policy change under load
-	$(PYTHON) -m hack.demo --cluster $(CLUSTER)
+	python3 -m hack.demo --cluster $(CLUSTER) $(ARGS)
 
 test: ## every test there is: lint, unit, component, integration, end to end
-	$(PYTHON) -m hack.test
+	python3 -m hack.test $(STAGES)
 
 test-unit: ## the tests that need nothing but Python (seconds)
 	$(PYTHON) -m pytest -q tests/unit
 
 lint: ## ruff, mypy --strict, import contracts, generated files
-	$(PYTHON) -m hack.test --only lint
+	python3 -m hack.test lint
 
 crds: ## generate crds/ and the chart's copies from the models
 	$(PYTHON) -m moontide.crdgen

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hack.cluster.settings import repository_root
+from hack.setup.__main__ import main as setup
 from hack.setup.steps import dev_python, engine_python
 
 SUITES = ("unit", "component", "integration", "e2e")
@@ -137,6 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     """0 when every stage is good."""
     stages = selected(arguments)
     began = time.monotonic()
+    if not (dev_python().exists() and engine_python().exists()) and setup([]) != 0:
+        return 1
     reports = repository_root() / "artifacts" / "junit"
     reports.mkdir(parents=True, exist_ok=True)
     outcomes = []
