@@ -1,0 +1,65 @@
+"""Configuration and logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from moontide.config import Config, load
+from moontide.jsonlog import JsonFormatter
+
+
+def test_defaults(tmp_path: Path) -> None:
+    assert load({}, tmp_path / "absent") == Config()
+
+
+def test_everything_can_be_set(tmp_path: Path) -> None:
+    own = tmp_path / "namespace"
+    own.write_text("from-file\n")
+    environ = {
+        "MOONTIDE_WATCH_NAMESPACE": "a",
+        "MOONTIDE_ENGINE_IMAGE": "e",
+        "MOONTIDE_ENGINE_DEVICE": "cpu",
+        "MOONTIDE_MOONCAKE_IMAGE": "m",
+        "MOONTIDE_LOG_LEVEL": "debug",
+        "MOONTIDE_LIVENESS_PORT": "1",
+        "MOONTIDE_METRICS_PORT": "2",
+        "MOONTIDE_RESYNC_SECONDS": "1.5",
+    }
+    assert load(environ, own) == Config("from-file", "a", "e", "cpu", "m", "DEBUG", 1, 2, 1.5)
+    assert load({**environ, "MOONTIDE_NAMESPACE": "said"}, own).namespace == "said"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MOONTIDE_ENGINE_DEVICE", "tpu"),
+        ("MOONTIDE_LOG_LEVEL", "loud"),
+        ("MOONTIDE_LIVENESS_PORT", "0"),
+        ("MOONTIDE_METRICS_PORT", "http"),
+        ("MOONTIDE_RESYNC_SECONDS", "-1"),
+        ("MOONTIDE_RESYNC_SECONDS", "soon"),
+    ],
+)
+def test_nonsense_is_refused_by_name(tmp_path: Path, name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        load({name: value}, tmp_path / "absent")
+
+
+def test_log_lines_carry_the_fields_and_nothing_else() -> None:
+    record = logging.LogRecord("moontide.x", logging.INFO, __file__, 1, "reset %s", ("a-0",), None)
+    record.__dict__.update(resource="PolicyVersion/ns/p", epoch=3, replica="a-0", step="reset", secret="s3cret")
+    line = json.loads(JsonFormatter().format(record))
+    assert line.pop("time").startswith("20")
+    assert line == {
+        "level": "INFO",
+        "logger": "moontide.x",
+        "message": "reset a-0",
+        "resource": "PolicyVersion/ns/p",
+        "epoch": 3,
+        "replica": "a-0",
+        "step": "reset",
+    }
