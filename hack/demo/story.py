@@ -24,6 +24,11 @@ _LOAD_SECONDS = 60.0
 _ENOUGH = 60
 
 
+def side_of(version: int) -> str:
+    """The weights that the demo and the tests give a numbered version: odd ones policy-a's, even ones policy-b's."""
+    return tuple(MODELS)[(version + 1) % 2]
+
+
 @dataclass(frozen=True)
 class Summary:
     """The figures of the last lines."""

@@ -14,10 +14,9 @@ from hack.demo.fleet import Answer, Fleet, push_weights
 from hack.demo.install import SYSTEM_NAMESPACE
 from hack.demo.kube import Kube, Object, condition, holds, is_current, wait
 from hack.demo.prompts import Prompts
-from hack.demo.story import MODELS
+from hack.demo.story import MODELS, side_of
 from moontide import labels
 from tests.e2e.faults import frozen, pids, send
-from tests.e2e.oracle.trainer import side_of
 
 ABSENT_IMAGE = "moontide.local/there-is-no-such-image:none"
 BACK_SECONDS = 120.0

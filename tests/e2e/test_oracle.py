@@ -9,7 +9,8 @@ from hack.demo.fleet import Fleet
 from hack.demo.judge import judge
 from hack.demo.load import Load
 from hack.demo.prompts import Prompts
-from tests.e2e.oracle.trainer import Trainer, plain_fanout, side_of, stale_after_fanout
+from hack.demo.story import side_of
+from tests.e2e.oracle.trainer import Trainer, plain_fanout, stale_after_fanout
 
 BUMPS = 10
 ANSWERS_PER_EPOCH = 40

@@ -8,7 +8,7 @@ from hack.demo.fleet import Fleet
 from hack.demo.install import Target
 from hack.demo.kube import Kube, wait
 from hack.demo.prompts import Prompts
-from tests.e2e.oracle.trainer import side_of
+from hack.demo.story import side_of
 
 
 def test_uninstall_leaves_engines_serving_and_nothing_hangs(

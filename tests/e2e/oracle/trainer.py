@@ -13,10 +13,9 @@ from hack.demo.fleet import Answer, Fleet, Replica, push_weights
 from hack.demo.judge import Window
 from hack.demo.kube import is_current, wait
 from hack.demo.load import Load
-from hack.demo.story import MODELS
+from hack.demo.story import MODELS, side_of
 
 CURRENT_SECONDS = 150.0
-_SIDES = tuple(MODELS)
 
 
 @dataclass
@@ -65,11 +64,6 @@ class Trainer:
         if load is not None:
             load.release()
         return epoch
-
-
-def side_of(version: int) -> str:
-    """The weights of a version: odd ones are policy-a's, even ones policy-b's."""
-    return _SIDES[(version + 1) % 2]
 
 
 def plain_fanout(replicas: Sequence[Replica], side: str, *, external: bool) -> None:

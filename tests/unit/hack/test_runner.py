@@ -1,0 +1,63 @@
+"""The test runner calls nothing good that did not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hack.test import __main__ as runner
+from hack.test.__main__ import Outcome
+
+REPORT = """<testsuites><testsuite name="x">
+<testcase classname="a" name="good"/>
+<testcase classname="a" name="bad"><failure message="no"/></testcase>
+<testcase classname="a" name="broken"><error message="no"/></testcase>
+<testcase classname="a" name="left_out"><skipped message="why"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_failures_errors_and_skips_all_fail_a_stage(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    outcome = Outcome("unit")
+    runner.read_report(report, outcome)
+    assert (outcome.passed, outcome.failed) == (1, 3)
+    assert outcome.problems == ["failed: a::bad", "failed: a::broken", "skipped: a::left_out"]
+
+
+def test_a_suite_without_tests_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_call", lambda command: 5)
+    outcome = runner.run_suite("unit", tmp_path)
+    assert not outcome.good
+    assert "no test ran" in outcome.problems[0]
+
+
+def test_a_suite_fails_when_pytest_does_though_every_test_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(command: list[str]) -> int:
+        target = next(part.partition("=")[2] for part in command if part.startswith("--junit-xml="))
+        Path(target).write_text('<testsuite><testcase classname="a" name="good"/></testsuite>')
+        return 1
+
+    monkeypatch.setattr(runner, "_call", call)
+    assert not runner.run_suite("unit", tmp_path).good
+
+
+def test_closing_lines() -> None:
+    outcomes = [Outcome("lint"), Outcome("unit", passed=5), Outcome("e2e", passed=2, failed=1)]
+    assert runner.closing(outcomes, 187.9) == [
+        "7 passed, 1 failed",
+        "unit 5, component not asked for, integration not asked for, e2e 3; total 8 in 3 min 07 s",
+    ]
+
+
+def test_stages_are_selected_by_argument_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(runner.SELECTION, raising=False)
+    assert runner.selected([]) == list(runner.STAGES)
+    assert runner.selected(["e2e", "unit"]) == ["unit", "e2e"]
+    monkeypatch.setenv(runner.SELECTION, "component,lint")
+    assert runner.selected([]) == ["lint", "component"]
+    with pytest.raises(SystemExit):
+        runner.selected(["everything"])
