@@ -62,7 +62,8 @@ CALL_SECONDS = 5.0
 ATTEMPT_SECONDS = 10.0
 """Bound of one attempt at quiesce, drain, reset or wipe; more is reached by trying again."""
 BUSY_REQUEUE = 0.5
-POLL_WEIGHTS = 1.0
+POLL_SECONDS = 1.0
+"""Engines tell nobody when they have come up or been given weights, so they are asked."""
 IDLE_REQUEUE = 30.0
 
 WAITED_FOR = frozenset({"RequestsRunning"})
@@ -246,8 +247,9 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
     verdicts = _verdicts(view, after, pending, replicas, actions, waits, waiting_for_weights)
     after = after.model_copy(update={"conditions": merge(status.conditions, verdicts, generation, observed.now)})
     busy = bool(actions or pending)
-    poll = any(step is Step.ADMIT for _, step in waits) or waiting_for_weights
-    requeue = BUSY_REQUEUE if busy else POLL_WEIGHTS if poll else IDLE_REQUEUE
+    starting = any(r.status is None and r.container_id is not None for r in replicas)
+    poll = starting or waiting_for_weights or any(step is Step.ADMIT for _, step in waits)
+    requeue = BUSY_REQUEUE if busy else POLL_SECONDS if poll else IDLE_REQUEUE
     return Plan(after, tuple(actions), tuple(notes), requeue)
 
 
