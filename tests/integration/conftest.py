@@ -1,0 +1,266 @@
+"""A real API server, and the operator as a process that has the rights its chart gives it and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SYSTEM = "moontide-system"
+SERVICE_ACCOUNT = "moontide-operator"
+RESYNC_SECONDS = 4
+
+
+class Kubectl:
+    """kubectl against one cluster. A command that fails raises AssertionError with what it said."""
+
+    def __init__(self, binary: Path, kubeconfig: Path) -> None:
+        self.binary = binary
+        self.kubeconfig = kubeconfig
+
+    def run(self, *arguments: str, stdin: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(self.binary), f"--kubeconfig={self.kubeconfig}", *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(f"kubectl {' '.join(arguments)}: {done.stderr or done.stdout}")
+        return done
+
+    def __call__(self, *arguments: str, stdin: str | None = None) -> str:
+        return self.run(*arguments, stdin=stdin).stdout
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """Apply objects; the API server's refusal raises."""
+        self("apply", "-f", "-", stdin="\n---\n".join(json.dumps(each) for each in objects))
+
+    def refusal(self, body: dict[str, Any]) -> str:
+        """What the API server says when it refuses to create ``body``; fails when it takes it."""
+        done = self.run("create", "--dry-run=server", "-f", "-", stdin=json.dumps(body), check=False)
+        assert done.returncode != 0, f"the API server takes {body}"
+        return done.stderr
+
+    def get(self, kind: str, name: str, namespace: str) -> dict[str, Any] | None:
+        """The object, or None when there is none."""
+        done = self.run("get", kind, name, "-n", namespace, "-o", "json", "--ignore-not-found")
+        found: dict[str, Any] | None = json.loads(done.stdout) if done.stdout.strip() else None
+        return found
+
+    def must_get(self, kind: str, name: str, namespace: str) -> dict[str, Any]:
+        """The object; fails when there is none."""
+        found = self.get(kind, name, namespace)
+        assert found is not None, f"no {kind} {namespace}/{name}"
+        return found
+
+
+def wait_for(what: str, look: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """The first truthy result of ``look``; fails after ``seconds``, with the last thing it saw."""
+    ends = time.monotonic() + seconds
+    while True:
+        seen = look()
+        if seen:
+            return seen
+        assert time.monotonic() < ends, f"not within {seconds:.0f} s: {what} (last: {seen!r})"
+        time.sleep(0.15)
+
+
+def condition(body: dict[str, Any] | None, type: str) -> tuple[str, str]:
+    """Status and reason of a condition; empty strings while it is absent."""
+    for each in ((body or {}).get("status") or {}).get("conditions") or ():
+        if each["type"] == type:
+            return each["status"], each["reason"]
+    return "", ""
+
+
+@pytest.fixture(scope="session", name="tools")
+def _tools() -> Path:
+    """The folder of kubectl, helm and the control plane's programs."""
+    command = [sys.executable, "-m", "hack.cluster", "bin-dir"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session", name="cluster_name")
+def _cluster_name() -> str:
+    return f"it-{os.getpid()}"
+
+
+@pytest.fixture(scope="session", name="bare")
+def _bare(tools: Path, cluster_name: str) -> Iterator[Kubectl]:
+    """A control plane with controllers and no node, where nothing of Moontide is yet."""
+    base = [sys.executable, "-m", "hack.cluster"]
+    up = [*base, "up", "--name", cluster_name, "--control-plane-only", "--controller-manager", "--quiet"]
+    try:
+        done = subprocess.run(up, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, f"no API server, so nothing can be tested: {done.stderr}"
+        yield Kubectl(tools / "kubectl", Path(done.stdout.strip().splitlines()[-1]))
+    finally:
+        subprocess.run([*base, "down", "--name", cluster_name, "--quiet"], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.fixture(scope="session", name="kubectl")
+def _kubectl(bare: Kubectl) -> Kubectl:
+    """The cluster with the CRDs as `kubectl apply -f crds/` leaves them."""
+    bare("apply", "-f", str(ROOT / "crds"))
+    bare("wait", "--for=condition=Established", "--timeout=30s", "-f", str(ROOT / "crds"))
+    bare("create", "namespace", SYSTEM)
+    return bare
+
+
+@pytest.fixture(name="namespace")
+def _namespace(kubectl: Kubectl) -> Iterator[str]:
+    """A namespace of the test's own."""
+    name = f"t-{uuid.uuid4().hex[:10]}"
+    kubectl("create", "namespace", name)
+    yield name
+    kubectl("delete", "namespace", name, "--wait=false")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Operator:
+    """The operator as a process, with a service account's token."""
+
+    def __init__(self, kubeconfig: Path, log: Path, watch_namespace: str = "") -> None:
+        self._kubeconfig = kubeconfig
+        self._log = log
+        self._watch_namespace = watch_namespace
+        self._process: subprocess.Popen[bytes] | None = None
+        self.liveness_port = _free_port()
+        self.metrics_port = _free_port()
+
+    def start(self) -> None:
+        """Start it, and wait until it says that it is ready."""
+        keep = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        environ = {
+            **keep,
+            "KUBECONFIG": str(self._kubeconfig),
+            "MOONTIDE_NAMESPACE": SYSTEM,
+            "MOONTIDE_WATCH_NAMESPACE": self._watch_namespace,
+            "MOONTIDE_LIVENESS_PORT": str(self.liveness_port),
+            "MOONTIDE_METRICS_PORT": str(self.metrics_port),
+            "MOONTIDE_RESYNC_SECONDS": str(RESYNC_SECONDS),
+            "MOONTIDE_ENGINE_IMAGE": "engine.test/moontide:1",
+        }
+        with self._log.open("ab") as log:
+            command = [sys.executable, "-m", "moontide"]
+            self._process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, cwd=self._log.parent)
+        wait_for("the operator is ready", lambda: self.http(self.metrics_port, "/readyz") == 200, 40)
+
+    def http(self, port: int, path: str) -> int:
+        """The status that the operator answers with; 0 while it does not answer."""
+        assert self._process is not None
+        assert self._process.poll() is None, f"the operator has ended:\n{self.log()[-4000:]}"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+                status: int = answer.status
+                return status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """End it. Returns its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.send_signal(how)
+        try:
+            return process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(5)
+            raise
+
+    def log(self) -> str:
+        """What it has logged so far."""
+        return self._log.read_text()
+
+
+def service_account_kubeconfig(kubectl: Kubectl, folder: Path) -> Path:
+    """A kubeconfig of the operator's service account."""
+    token = kubectl("create", "token", SERVICE_ACCOUNT, "-n", SYSTEM, "--duration=2h").strip()
+    config = yaml.safe_load(kubectl.kubeconfig.read_text())
+    for user in config["users"]:
+        user["user"] = {"token": token}
+    path = folder / "kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def chart_rights(tools: Path, *values: str) -> str:
+    """The chart's RBAC manifests."""
+    command = [str(tools / "helm"), "template", "moontide", str(ROOT / "charts/moontide"), "-n", SYSTEM]
+    sets = [part for value in values for part in ("--set", value)]
+    done = subprocess.run([*command, "-s", "templates/rbac.yaml", *sets], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session", name="operator")
+def _operator(kubectl: Kubectl, tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    """The operator, serving every namespace, with the rights of the chart's ClusterRole."""
+    folder = tmp_path_factory.mktemp("operator")
+    kubectl("apply", "-f", "-", stdin=chart_rights(tools))
+    running = Operator(service_account_kubeconfig(kubectl, folder), folder / "operator.log")
+    running.start()
+    yield running
+    assert running.stop() == 0, running.log()[-4000:]
+    lines = [json.loads(line) for line in running.log().splitlines()]
+    forbidden = [line["message"] for line in lines if re.search("forbidden|403", line["message"], re.IGNORECASE)]
+    # A namespace that is being deleted refuses new objects with 403.
+    forbidden = [text for text in forbidden if "being terminated" not in text]
+    assert forbidden == []
+    assert [line for line in lines if "error" in line] == []
+
+
+@pytest.fixture(name="wait_for")
+def _wait_for() -> Callable[..., Any]:
+    return wait_for
+
+
+@pytest.fixture(name="condition")
+def _condition() -> Callable[..., tuple[str, str]]:
+    return condition
+
+
+@pytest.fixture(name="namespaced_operator")
+def _namespaced_operator(kubectl: Kubectl, tools: Path, tmp_path: Path) -> Iterator[Callable[[str], Operator]]:
+    """Starts an operator for one namespace, with the rights of the chart's Role."""
+    started: list[Operator] = []
+
+    def start(namespace: str) -> Operator:
+        kubectl("apply", "-f", "-", stdin=chart_rights(tools, f"watchNamespace={namespace}"))
+        running = Operator(service_account_kubeconfig(kubectl, tmp_path), tmp_path / "operator.log", namespace)
+        started.append(running)
+        running.start()
+        return running
+
+    yield start
+    for running in started:
+        running.stop()

@@ -1,0 +1,175 @@
+"""A real API server takes the CRDs, fills the defaults, and enforces every rule with a sentence that helps."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moontide import crdgen
+from moontide.kube.kinds import KINDS
+
+API = "moontide.dev/v1alpha1"
+POOL: dict[str, Any] = {"apiVersion": API, "kind": "KVCachePool", "metadata": {"name": "kv"}, "spec": {}}
+FLEET: dict[str, Any] = {
+    "apiVersion": API,
+    "kind": "InferenceDeployment",
+    "metadata": {"name": "chat"},
+    "spec": {"model": {"source": "pvc://weights/a", "servedName": "tiny"}},
+}
+POLICY: dict[str, Any] = {
+    "apiVersion": API,
+    "kind": "PolicyVersion",
+    "metadata": {"name": "policy"},
+    "spec": {"version": 7},
+}
+
+
+def _with(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    made = copy.deepcopy(base)
+    node = made
+    *parents, last = path.split(".")
+    for part in parents:
+        node = node.setdefault(part, {})
+    node[last] = value
+    return made
+
+
+# Object, and a part of the message of the rule that refuses it.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (_with(POOL, "metadata.name", "p" * 57), "metadata.name becomes part of the name of a Service; write at most 56"),
+    (_with(POOL, "metadata.name", "1kv"), "metadata.name becomes part of the name of a Service; write at most 56"),
+    (_with(POOL, "metadata.name", "kv.a"), "metadata.name becomes part of the name of a Service; write at most 56"),
+    (_with(POOL, "spec.memory.perReplica", "1Mi"), "write 16Mi or more"),
+    (_with(FLEET, "metadata.name", "f" * 64), "metadata.name becomes the name of a Service; write at most 63"),
+    (_with(FLEET, "metadata.name", "my.chat"), "metadata.name becomes the name of a Service; write at most 63"),
+    (_with(FLEET, "spec.model.source", "/data/weights"), "write pvc://CLAIM/FOLDER or hf://ORG/NAME"),
+    (_with(FLEET, "spec.model.source", "pvc://claim"), "write pvc://CLAIM/FOLDER or hf://ORG/NAME"),
+    (_with(FLEET, "spec.engine.args", ["--port", "1"]), "engine.args holds a flag that Moontide sets itself"),
+    (_with(FLEET, "spec.engine.args", ["--model=x"]), "engine.args holds a flag that Moontide sets itself"),
+    (
+        _with(FLEET, "spec.engine.env", [{"name": "PYTHONHASHSEED", "value": "1"}]),
+        "engine.env holds a variable that Moontide sets itself",
+    ),
+    (
+        _with(FLEET, "spec.engine.env", [{"name": "MOONTIDE_ENABLED", "value": "0"}]),
+        "engine.env holds a variable that Moontide sets itself",
+    ),
+    (_with(FLEET, "spec.rollout", {"maxSurge": 0, "maxUnavailable": 0}), "write 1 for one of them"),
+    (_with(POLICY, "spec.version", "a b"), "version must be a whole number from 0"),
+    (_with(POLICY, "spec.version", -1), "version must be a whole number from 0"),
+    (_with(POLICY, "spec.version", ""), "version must be a whole number from 0"),
+    (
+        _with(POLICY, "spec", {"version": 7, "replicaTimeoutSeconds": 120, "deadlineSeconds": 120}),
+        "replicaTimeoutSeconds must be less than deadlineSeconds",
+    ),
+]
+
+
+def _rules(node: Any) -> Iterator[dict[str, str]]:
+    if isinstance(node, dict):
+        yield from node.get("x-kubernetes-validations", [])
+        for value in node.values():
+            yield from _rules(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _rules(value)
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED, ids=[f"{b['kind']}-{i}" for i, (b, _) in enumerate(REFUSED)])
+def test_each_rule_is_enforced_with_its_message(
+    kubectl: Any, namespace: str, body: dict[str, Any], message: str
+) -> None:
+    said = kubectl.refusal(_with(body, "metadata.namespace", namespace))
+    assert message in said
+
+
+def test_no_rule_is_without_a_case() -> None:
+    messages = {rule["message"] for kind in KINDS for rule in _rules(crdgen.schema(kind.model))}
+    assert messages
+    untested = [message for message in messages if not any(part in message for _, part in REFUSED)]
+    assert untested == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _with(FLEET, "spec.replicas", -1),
+        _with(FLEET, "spec.replicas", "two"),
+        _with(FLEET, "spec.model", {"source": "pvc://w/a"}),
+        _with(FLEET, "spec.engine.device", "tpu"),
+        _with(FLEET, "spec.model.version", "a b"),
+        _with(POLICY, "spec", {}),
+        _with(POLICY, "spec.version", None),
+        _with(POLICY, "spec.runningRequests", "Keep"),
+        _with(POLICY, "spec.deadlineSeconds", 1),
+        _with(POOL, "spec.memory.perReplica", "lots"),
+        _with(POOL, "spec.master.evictionHighWatermarkPercent", 101),
+    ],
+    ids=lambda body: json.dumps(body["spec"])[:60],
+)
+def test_the_schema_refuses(kubectl: Any, namespace: str, body: dict[str, Any]) -> None:
+    said = kubectl.refusal(_with(body, "metadata.namespace", namespace))
+    assert "spec" in said
+
+
+@pytest.mark.parametrize("body", [POOL, FLEET, POLICY], ids=lambda body: body["kind"])
+def test_unknown_fields_are_refused_by_strict_validation(kubectl: Any, namespace: str, body: dict[str, Any]) -> None:
+    said = kubectl.refusal(_with(_with(body, "metadata.namespace", namespace), "spec.notAField", 1))
+    assert "unknown field" in said
+
+
+def test_defaults(kubectl: Any, namespace: str) -> None:
+    bare_pool = {key: value for key, value in POOL.items() if key != "spec"}
+    kubectl.apply(*(_with(each, "metadata.namespace", namespace) for each in (bare_pool, FLEET, POLICY)))
+    pool = kubectl.must_get("kvp", "kv", namespace)["spec"]
+    assert pool["memory"] == {"perReplica": "1Gi", "localBuffer": "64Mi"}
+    assert pool["master"]["clientTtlSeconds"] == 4
+    fleet = kubectl.must_get("ifd", "chat", namespace)["spec"]
+    assert fleet["replicas"] == 1
+    assert fleet["rollout"] == {"maxSurge": 0, "maxUnavailable": 1, "drainSeconds": 30}
+    assert fleet["model"]["version"] == "default"
+    policy = kubectl.must_get("polv", "policy", namespace)["spec"]
+    assert policy == {
+        "version": 7,
+        "weights": "External",
+        "runningRequests": "Wait",
+        "requestsDuringBarrier": "Queue",
+        "deadlineSeconds": 120,
+        "replicaTimeoutSeconds": 20,
+        "onReplicaFailure": "Replace",
+    }
+
+
+@pytest.mark.parametrize("version", [0, 42, "42", "step-42", "2026.1:a_b"])
+def test_versions_that_are_fine(kubectl: Any, namespace: str, version: int | str) -> None:
+    kubectl.apply(_with(_with(POLICY, "metadata.namespace", namespace), "spec.version", version))
+    assert kubectl.must_get("polv", "policy", namespace)["spec"]["version"] == version
+
+
+def test_a_part_of_an_object_gets_the_defaults_of_the_rest(kubectl: Any, namespace: str) -> None:
+    body = _with(_with(FLEET, "metadata.namespace", namespace), "spec.rollout", {"maxSurge": 1})
+    kubectl.apply(body)
+    rollout = kubectl.must_get("ifd", "chat", namespace)["spec"]["rollout"]
+    assert rollout == {"maxSurge": 1, "maxUnavailable": 1, "drainSeconds": 30}
+
+
+def test_status_belongs_to_the_status_subresource(kubectl: Any, namespace: str) -> None:
+    body = _with(_with(POLICY, "metadata.namespace", namespace), "status", {"epoch": 9})
+    kubectl("create", "-f", "-", stdin=json.dumps(body))
+    assert kubectl.must_get("polv", "policy", namespace).get("status", {}).get("epoch", 0) != 9
+
+
+def test_printer_columns(kubectl: Any, namespace: str) -> None:
+    kubectl.apply(*(_with(each, "metadata.namespace", namespace) for each in (POOL, FLEET, POLICY)))
+
+    def headers(kind: str) -> list[str]:
+        first: str = kubectl("get", kind, "-n", namespace).splitlines()[0]
+        return first.split()
+
+    assert headers("kvp") == ["NAME", "READY", "CLIENTS", "KEYS", "USED", "AGE"]
+    assert headers("ifd") == ["NAME", "MODEL", "READY", "CURRENT", "VERSION", "POOL", "AGE"]
+    assert headers("polv") == ["NAME", "VERSION", "STATE", "REPLICAS", "PAUSED", "AGE"]

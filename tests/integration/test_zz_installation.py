@@ -1,0 +1,113 @@
+"""Ways to install it: one namespace only, Helm with and without CRDs, and an API server that goes away.
+
+These come last: they change what the session's operator and cluster look like.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLEET: dict[str, Any] = {
+    "apiVersion": "moontide.dev/v1alpha1",
+    "kind": "InferenceDeployment",
+    "metadata": {"name": "chat"},
+    "spec": {"model": {"source": "pvc://weights/a", "servedName": "tiny"}},
+}
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(name="helm")
+def _helm(kubectl: Any, tools: Path, tmp_path: Path) -> Helm:
+    def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [str(tools / "helm"), f"--kubeconfig={kubectl.kubeconfig}", *arguments]
+        home = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=home, check=False)
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+def test_the_operator_survives_an_api_server_that_goes_away(
+    kubectl: Any, operator: Any, cluster_name: str, namespace: str, wait_for: Any
+) -> None:
+    kubectl.apply({**FLEET, "metadata": {"name": "chat", "namespace": namespace}})
+    wait_for("the fleet", lambda: kubectl.get("deployment", "chat", namespace))
+    base = [sys.executable, "-m", "hack.cluster"]
+    tail = ["kube-apiserver", "--name", cluster_name, "--quiet"]
+    subprocess.run([*base, "stop", *tail], cwd=ROOT, check=True, timeout=60, capture_output=True)
+    try:
+        assert operator.http(operator.liveness_port, "/healthz") == 200
+    finally:
+        subprocess.run([*base, "start", *tail], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    kubectl("scale", "ifd", "chat", "-n", namespace, "--replicas=4")
+    wait_for(
+        "what changed afterwards is seen",
+        lambda: kubectl.must_get("deployment", "chat", namespace)["spec"]["replicas"] == 4,
+        60,
+    )
+
+
+def test_one_namespace_with_a_role(
+    kubectl: Any, operator: Any, namespace: str, namespaced_operator: Any, wait_for: Any
+) -> None:
+    operator.stop()
+    kubectl("delete", "clusterrolebinding,clusterrole", "-l", "app.kubernetes.io/name=moontide-operator")
+    try:
+        running = namespaced_operator(namespace)
+        kubectl("create", "namespace", f"{namespace}-other")
+        for where in (f"{namespace}-other", namespace):
+            kubectl.apply({**FLEET, "metadata": {"name": "chat", "namespace": where}})
+        wait_for("the fleet", lambda: kubectl.get("deployment", "chat", namespace))
+        kubectl("scale", "deployment", "chat", "-n", namespace, "--replicas=3")
+        wait_for("drift", lambda: kubectl.must_get("deployment", "chat", namespace)["spec"]["replicas"] == 1, 5)
+        assert kubectl.get("deployment", "chat", f"{namespace}-other") is None
+        assert "forbidden" not in running.log().lower()
+        running.stop()
+    finally:
+        kubectl("delete", "namespace", f"{namespace}-other", "--wait=false", "--ignore-not-found")
+
+
+def test_helm_beside_crds_that_kubectl_applied(kubectl: Any, helm: Helm) -> None:
+    helm("install", "beside", str(ROOT / "charts/moontide"), "-n", "beside", "--create-namespace",
+         "--set", "crds.install=false")  # fmt: skip
+    assert kubectl.get("deployment", "beside-moontide-operator", "beside") is not None
+    helm("uninstall", "beside", "-n", "beside")
+    assert "inferencedeployments.moontide.dev" in kubectl("get", "crd", "-o", "name")
+
+
+def test_helm_with_crds_keeps_them_when_it_goes(kubectl: Any, helm: Helm, namespace: str) -> None:
+    kubectl("delete", "-f", str(ROOT / "crds"), "--timeout=60s")
+    chart = str(ROOT / "charts/moontide")
+    helm("install", "moontide", chart, "-n", "whole", "--create-namespace", "--set", "image=moontide.test/operator:1")
+    kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(ROOT / "crds"))
+    deployment = kubectl.must_get("deployment", "moontide-operator", "whole")
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "moontide.test/operator:1"
+    kubectl.apply({**FLEET, "metadata": {"name": "chat", "namespace": namespace}})
+    helm("upgrade", "moontide", chart, "-n", "whole", "--set", "logLevel=DEBUG")
+    helm("uninstall", "moontide", "-n", "whole")
+    assert kubectl.get("ifd", "chat", namespace) is not None
+    kubectl("delete", "ifd", "chat", "-n", namespace, "--timeout=10s")
+
+
+@pytest.mark.parametrize("value", ["logLevel=LOUD", "defaults.engine.device=tpu", "replicas=2", "image="])
+def test_helm_refuses_values_that_do_nothing(helm: Helm, value: str) -> None:
+    done = helm("template", "x", str(ROOT / "charts/moontide"), "--set", value, check=False)
+    assert done.returncode != 0
+    assert "values don't meet the specifications" in done.stderr
+
+
+@pytest.mark.parametrize("values", [(), ("watchNamespace=a",), ("imagePullSecrets[0].name=s", "imagePullPolicy=Never")])
+def test_the_api_server_takes_every_manifest(kubectl: Any, helm: Helm, values: tuple[str, ...], namespace: str) -> None:
+    sets = [part for value in values for part in ("--set", value.replace("=a", f"={namespace}"))]
+    made = helm("template", "x", str(ROOT / "charts/moontide"), "-n", namespace, "--set", "crds.install=false", *sets)
+    said = kubectl("apply", "--dry-run=server", "-o", "json", "-f", "-", stdin=made.stdout)
+    assert json.loads(said)["items"]
