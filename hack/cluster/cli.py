@@ -142,7 +142,7 @@ def _kind(options: argparse.Namespace, progress: Progress) -> int:
 def _local(options: argparse.Namespace, progress: Progress) -> int:
     stored = defaults.load(options.name)
     if options.command == "verify-clean":
-        return _verify_clean(stored or Settings(name=options.name))
+        return _verify_clean(stored or defaults.load_last(options.name) or Settings(name=options.name))
     if options.command == "up":
         cluster = Cluster(stored or _new_settings(options), progress)
         if cluster.settings.control_plane_only != options.control_plane_only:

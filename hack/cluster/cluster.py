@@ -230,7 +230,7 @@ class Cluster:
             ),
             "kube-controller-manager": Component(
                 lambda: render.controller_manager(settings, folder),
-                lambda: self._health(settings.ports.controller_manager),
+                self._controllers_work,
                 60,
             ),
             "kube-scheduler": Component(
@@ -262,6 +262,11 @@ class Cluster:
 
     def _health(self, port: int) -> bool:
         return ApiClient(f"https://127.0.0.1:{port}", None).ok("/healthz")
+
+    def _controllers_work(self) -> bool:
+        """Its health port answers long before its controllers run; pods need the account that one of them makes."""
+        healthy = self._health(self.settings.ports.controller_manager)
+        return healthy and self._admin().ok("/api/v1/namespaces/default/serviceaccounts/default")
 
     def _write_kubeconfigs(self) -> None:
         settings, folder = self.settings, self.settings.pki_dir

@@ -117,6 +117,11 @@ class Settings:
         return cache_root() / "logs" / f"{self.name}.baseline.json"
 
     @property
+    def last_settings(self) -> Path:
+        """Copy of these settings that outlives the cluster, kept for `verify-clean`."""
+        return cache_root() / "logs" / f"{self.name}.settings.json"
+
+    @property
     def pki_dir(self) -> Path:
         """Keys and certificates."""
         return self.run_dir / "pki"
@@ -145,12 +150,22 @@ class Settings:
         """Write the settings where `load` finds them."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir.chmod(0o700)
-        self.settings_file.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        self.last_settings.parent.mkdir(parents=True, exist_ok=True)
+        for path in (self.settings_file, self.last_settings):
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def load(name: str) -> Settings | None:
     """The settings of the cluster of that name, or None where there is none."""
-    path = Settings(name=name).settings_file
+    return _read(Settings(name=name).settings_file)
+
+
+def load_last(name: str) -> Settings | None:
+    """The settings of the cluster that has, or last had, that name."""
+    return _read(Settings(name=name).last_settings)
+
+
+def _read(path: Path) -> Settings | None:
     if not path.exists():
         return None
     stored = json.loads(path.read_text())

@@ -109,8 +109,8 @@ class Buildah:
         run([*self._command, "tag", reference, other])
 
     def remove(self, reference: str) -> None:
+        # Layers that newer images share stay: they are what makes the next build quick.
         run([*self._command, "rmi", reference], check=False)
-        run([*self._command, "rmi", "--prune"], check=False)
 
     def to_layout(self, reference: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import shutil
 import sys
 import tempfile
@@ -79,6 +80,14 @@ def _cluster(name: str, progress: Progress) -> Cluster:
 
 def _build(options: argparse.Namespace) -> None:
     progress = Progress(quiet=options.quiet)
+    cache_root().mkdir(parents=True, exist_ok=True)
+    with (cache_root() / "images.lock").open("w") as stream:
+        # Two builds at a time would make the same image twice, and one would remove what the other is about to send.
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        _build_locked(options, progress)
+
+
+def _build_locked(options: argparse.Namespace, progress: Progress) -> None:
     images = with_parents(options.images or [image.name for image in IMAGES])
     cluster = _cluster(options.name, progress) if options.cluster == "local" else None
     builder = choose(progress, options.builder)

@@ -42,6 +42,7 @@ class Layout:
         began = time.monotonic()
         held = runtime.content()
         self._stand_in_for(held)
+        self._forget_images()
         try:
             builder.to_layout(reference, self._folder)
             manifest, config, layers = self._read()
@@ -59,10 +60,15 @@ class Layout:
 
     def archive(self, builder: Builder, reference: str, names: Sequence[str], output: Path) -> None:
         """Write the whole image into a file."""
+        self._forget_images()
         builder.to_layout(reference, self._folder)
         manifest, config, layers = self._read()
         with output.open("wb") as stream:
             self._write(stream, names, manifest, [config, *layers])
+
+    def _forget_images(self) -> None:
+        """Keep the blobs of what was written before, but not its name: the layout holds one image at a time."""
+        (self._folder / "index.json").unlink(missing_ok=True)
 
     def _stand_in_for(self, held: set[str]) -> None:
         """Put an empty file of the right size where a large blob was, so that the builder sees no need to write it."""
