@@ -126,7 +126,8 @@ def _wiper(image: str) -> k8s.V1Container:
             }
         ),
         ports=[k8s.V1ContainerPort(name="wiper", container_port=naming.WIPER_PORT, protocol="TCP")],
-        resources=k8s.V1ResourceRequirements(),
+        # A container that asks for nothing is starved on a busy node until its probes fail.
+        resources=k8s.V1ResourceRequirements(requests={"cpu": "50m", "memory": "64Mi"}),
         security_context=common.container_security(),
         readiness_probe=common.http_probe(naming.WIPER_PORT, "/healthz", period=2, failures=2, timeout=2),
         liveness_probe=common.http_probe(naming.WIPER_PORT, "/healthz", period=5, timeout=5, initial_delay=10),
