@@ -168,8 +168,8 @@ def ready(fleet: Fleet, version: str, voice: Voice, seconds: float = _READY_SECO
         return (
             len(objects) == 3
             and holds(objects["KVCachePool"], "Ready")
-            and holds(objects["InferenceDeployment"], "Available")
             and is_current(objects["PolicyVersion"], version)
+            and _all_serve(objects["InferenceDeployment"])
             and len(fleet.pods()) == int(objects["InferenceDeployment"]["spec"]["replicas"])
         )
 
@@ -177,6 +177,13 @@ def ready(fleet: Fleet, version: str, voice: Voice, seconds: float = _READY_SECO
         return "\n".join(f"{key}: {text}" for key, text in seen.items())
 
     wait(lambda: look() or None, seconds, f"pool, fleet and policy at version {version}", every=2.0, last=last)
+
+
+def _all_serve(deployment: Object) -> bool:
+    """Whether every replica is ready and open: a Deployment is Available, and a policy Current, with fewer."""
+    status, wanted = deployment.get("status", {}), deployment["spec"]["replicas"]
+    counted = status.get("readyReplicas") == status.get("currentReplicas") == wanted
+    return counted and all(holds(deployment, kind_) for kind_ in ("Available", "PolicyCurrent", "KVCacheAttached"))
 
 
 def pod_state(pod: Object) -> str:
