@@ -1,0 +1,172 @@
+"""Puts the plane together in the API server process: gate around the inference port, admin server beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+
+from moontide_engine import settings as settings_module
+from moontide_engine.admin import AdminApp, Commands
+from moontide_engine.asgi import App, Receive, Scope, Send
+from moontide_engine.auth import TokenFile
+from moontide_engine.engine import EngineFault, VllmEngine, store_connectors
+from moontide_engine.gate import Gate
+from moontide_engine.jsonlog import log
+from moontide_engine.middleware import GateMiddleware
+from moontide_engine.settings import Settings
+
+ServeHttp = Callable[..., Coroutine[Any, Any, Any]]
+
+# How long EngineCore may take to answer the first calls, once it has reported that it is up.
+START_TIMEOUT = 60.0
+
+
+class StartRefused(RuntimeError):
+    """The engine is set up in a way in which the gate cannot keep its promise."""
+
+
+class _Gated:
+    """vLLM's FastAPI app with the gate around it; vLLM's launcher reads ``routes`` and ``state`` of what it serves."""
+
+    def __init__(self, app: Any, gate: GateMiddleware) -> None:
+        self.routes = app.routes
+        self.state = app.state
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gate(scope, receive, send)
+
+
+class _AdminServer(uvicorn.Server):
+    """A second server in the same event loop. Signals are vLLM's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Quiet(logging.Filter):
+    """Keeps probes and polls of the operator, several a second, out of the access log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args
+        return not (isinstance(args, tuple) and len(args) > 2 and str(args[2]).startswith("/moontide/v1/"))
+
+
+async def serve(original: ServeHttp, app: Any, sock: socket.socket | None, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Stand-in for vLLM's ``serve_http``: the same, with the gate and the admin port.
+
+    Returns, as the original does, an awaitable that finishes the shutdown once the engine is gone.
+    """
+    client = app.state.engine_client
+    settings = settings_module.load()
+    check_setup(client, settings, kwargs)
+    from moontide_engine.plugin import PATCHES
+
+    engine = VllmEngine(client, importlib.import_module("vllm.version").__version__)
+    boot_id = secrets.token_hex(16)
+    gate = Gate(boot_id, time.monotonic, settings.admit_ttl)
+    inner: App = app
+    root_path: str = app.root_path or ""
+    middleware = GateMiddleware(inner, gate, settings.max_held, root_path)
+    commands = Commands(gate, middleware, engine, settings.pod_uid, settings.key_namespace)
+
+    async with asyncio.timeout(START_TIMEOUT):
+        for table in await engine.patches():
+            if table != dict(PATCHES.table):
+                raise StartRefused(
+                    f"an EngineCore process runs with the patches {table}, this one with {dict(PATCHES.table)}: "
+                    "is the plugin installed and allowed (VLLM_PLUGINS) for all of them?"
+                )
+        await engine.set_weights_version(settings.weights_version)
+        if (seen := await engine.weights_version()) != settings.weights_version:
+            raise EngineFault(f"the weights version was set to {settings.weights_version!r} and reads {seen!r}")
+        await engine.queues()
+    commands.set_patches(PATCHES.table)
+
+    logging.getLogger("uvicorn.access").addFilter(_Quiet())
+    admin = AdminApp(commands, middleware, inner, TokenFile(settings.token_file), root_path)
+    admin_sock = _listen(settings.admin_host, settings.admin_port)
+    server = _AdminServer(
+        uvicorn.Config(
+            admin, lifespan="off", log_config=None, access_log=False, proxy_headers=False, timeout_graceful_shutdown=5
+        )
+    )
+    task = asyncio.ensure_future(server.serve(sockets=[admin_sock]))
+    log(
+        "started",
+        boot=boot_id,
+        podUid=settings.pod_uid,
+        state=gate.state,
+        admin=f"{settings.admin_host}:{settings.admin_port}",
+        weightsVersion=settings.weights_version,
+        patches=dict(PATCHES.table),
+    )
+
+    async def stop() -> None:
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        admin_sock.close()
+        log("stopped", boot=boot_id)
+
+    # vLLM drains (``--shutdown-timeout``) inside this call and serves until it is done: from here on no newcomer may
+    # start, and those who wait get their answer, but what runs may finish.
+    loop = asyncio.get_running_loop()
+    shutdown = client.shutdown
+
+    def shutdown_engine(*a: Any, **k: Any) -> Any:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(gate.terminate)
+        return shutdown(*a, **k)
+
+    client.shutdown = shutdown_engine
+    try:
+        rest = await original(_Gated(app, middleware), sock, *args, **kwargs)
+    except BaseException:
+        await stop()
+        raise
+
+    async def finish() -> None:
+        try:
+            await rest
+        finally:
+            await stop()
+
+    return finish()
+
+
+def check_setup(client: Any, settings: Settings, kwargs: Any) -> None:
+    """Raise StartRefused for what a gate in one process cannot guard."""
+    if kwargs.get("peer_loads") is not None:
+        raise StartRefused("one API server process an engine, please: set --api-server-count 1; the gate lives in it")
+    if importlib.import_module("vllm.envs").VLLM_ENABLE_RESPONSES_API_STORE:
+        raise StartRefused(
+            "VLLM_ENABLE_RESPONSES_API_STORE lets responses run on after their request has ended, past every barrier; "
+            "unset it"
+        )
+    for extra in store_connectors(client.vllm_config.kv_transfer_config):
+        prefix = str(extra.get("cache_prefix", ""))
+        if prefix != settings.key_namespace:
+            raise StartRefused(
+                f"MOONTIDE_KEY_NAMESPACE is {settings.key_namespace!r} and the connector's cache_prefix is {prefix!r}: "
+                "a wipe of one would leave the keys of the other"
+            )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((host, port))
+    sock.setblocking(False)
+    return sock

@@ -1,0 +1,67 @@
+"""Settings of the plugin, read from the environment of the engine process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moontide_engine.namespace import is_namespace
+
+
+class SettingsError(ValueError):
+    """An environment variable has a value that cannot be used; the message names it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the operator tells the plugin. Times are seconds."""
+
+    admin_host: str
+    admin_port: int
+    token_file: str
+    pod_uid: str
+    key_namespace: str
+    weights_version: str
+    max_held: int
+    admit_ttl: float
+    store_timeout: float
+
+
+def enabled(env: Mapping[str, str] | None = None) -> bool:
+    """Whether the plugin is to do anything in this process."""
+    return (os.environ if env is None else env).get("MOONTIDE_ENABLED", "") == "1"
+
+
+def load(env: Mapping[str, str] | None = None) -> Settings:
+    """Settings from the environment. Raises SettingsError."""
+    env = os.environ if env is None else env
+    namespace = env.get("MOONTIDE_KEY_NAMESPACE", "")
+    if namespace and not is_namespace(namespace):
+        raise SettingsError(
+            f"MOONTIDE_KEY_NAMESPACE={namespace!r} has more than letters, digits, dot, dash, underscore"
+        )
+    return Settings(
+        admin_host=env.get("MOONTIDE_ADMIN_HOST", "0.0.0.0"),
+        admin_port=int(_number(env, "MOONTIDE_ADMIN_PORT", 8001, 1, 65535)),
+        token_file=env.get("MOONTIDE_ADMIN_TOKEN_FILE", "/etc/moontide/admin/token"),
+        pod_uid=env.get("MOONTIDE_POD_UID", ""),
+        key_namespace=namespace,
+        weights_version=env.get("MOONTIDE_WEIGHTS_VERSION", "") or "default",
+        max_held=int(_number(env, "MOONTIDE_MAX_HELD", 1024, 0, 1_000_000)),
+        admit_ttl=_number(env, "MOONTIDE_ADMIT_TTL_SECONDS", 120, 0.1, 86_400),
+        store_timeout=_number(env, "MOONTIDE_STORE_TIMEOUT_SECONDS", 10, 0.1, 600),
+    )
+
+
+def _number(env: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+    text = env.get(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise SettingsError(f"{name}={text!r} is not a number") from None
+    if not low <= value <= high:
+        raise SettingsError(f"{name}={text} is not between {low:g} and {high:g}")
+    return value

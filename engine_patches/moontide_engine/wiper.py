@@ -1,0 +1,378 @@
+"""The wiper: a small store client beside the Mooncake master that removes the keys of one namespace on demand.
+
+``python -m moontide_engine.wiper`` serves HTTP. The store's native client lives in a child process, because a call on
+it cannot be interrupted and a client whose master went away may stay useless: after any failure the child is killed and
+the next call gets a new one. The client lends no memory (segments and buffers of size 0), so the master does not count
+it as storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from moontide_engine.auth import TokenFile, bearer_tokens
+from moontide_engine.jsonlog import log
+from moontide_engine.namespace import is_namespace, pattern
+
+BODY_LIMIT = 64 * 1024
+MAX_SECONDS = 600.0
+KEYS_TIMEOUT = 30.0
+# Between two tries to have a connected client ready before it is needed.
+WARM_SECONDS = 5.0
+# Shorter than the store's own defaults (tens of seconds): a pause waits for this.
+CHILD_ENV = {"MC_RPC_CONNECT_TIMEOUT_MS": "500", "MC_RPC_TIMEOUT_MS": "2000"}
+
+Answer = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the wiper is told by its environment."""
+
+    host: str
+    port: int
+    token_file: str
+    master: str
+    metrics: str
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Config:
+        """Read the environment; raises ValueError on a port that is none, KeyError without a token file."""
+        return cls(
+            host=env.get("MOONTIDE_WIPER_HOST", "0.0.0.0"),
+            port=int(env.get("MOONTIDE_WIPER_PORT", "9004")),
+            token_file=env["MOONTIDE_WIPER_TOKEN_FILE"],
+            master=env.get("MOONTIDE_MASTER_ADDRESS", "127.0.0.1:50051"),
+            metrics=env.get("MOONTIDE_MASTER_METRICS", "http://127.0.0.1:9003").rstrip("/"),
+        )
+
+
+class ChildFailed(Exception):
+    """The child did not do it: ``reason`` for the answer, ``code`` of the store if it gave one."""
+
+    def __init__(self, reason: str, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.code = code
+
+
+class Child:
+    """One child process with one store client."""
+
+    def __init__(self, master: str) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            env = {**CHILD_ENV, **os.environ}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moontide_engine.wiper", "--child", str(theirs.fileno()), master],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=env,
+            )
+        self._socket = ours
+        self._buffer = b""
+        self.connected = False
+
+    def ask(self, request: Mapping[str, object], timeout: float) -> int:
+        """Code of the store for one request. Raises ChildFailed; the child is then of no use any more."""
+        deadline = time.monotonic() + timeout
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            while b"\n" not in self._buffer:
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                part = self._socket.recv(4096)
+                if not part:
+                    raise ChildFailed("StoreUnavailable", "the store client ended")
+                self._buffer += part
+        except TimeoutError:
+            raise ChildFailed("StoreTimeout", f"the store did not answer within {timeout:.3g} s") from None
+        except OSError as error:
+            raise ChildFailed("StoreUnavailable", f"the store client is gone: {error}") from None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer = json.loads(line)
+        code = int(answer["code"])
+        if code < 0 or answer["step"] == "setup":
+            raise ChildFailed("StoreUnavailable", f"the store answered {code} to {answer['step']}", code)
+        self.connected = True
+        return code
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+
+class Wiper:
+    """Scoped removals, one at a time."""
+
+    def __init__(self, master: str) -> None:
+        self._master = master
+        self._child: Child | None = None
+        self._lock = threading.Lock()
+
+    def wipe(self, namespace: str, timeout: float) -> Answer:
+        """Remove the keys of a namespace within ``timeout`` seconds. Never raises for the store's faults."""
+        started = time.monotonic()
+        deadline = started + timeout
+        answer: Answer
+        if not self._lock.acquire(timeout=timeout):
+            answer = _failure("StoreTimeout", "another removal is still under way")
+        else:
+            try:
+                removed = self._ask({"remove": pattern(namespace)}, deadline)
+                answer = {"success": True, "removed": removed, "code": removed, "reason": "Done", "message": ""}
+            except ChildFailed as error:
+                answer = _failure(error.reason, str(error), error.code)
+            finally:
+                self._lock.release()
+        answer["seconds"] = round(time.monotonic() - started, 6)
+        log("wipe", namespace=namespace, **answer)
+        return answer
+
+    def warm(self) -> None:
+        """Have a connected client ready, if nobody is using the wiper and there is none."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._child is None:
+                with contextlib.suppress(ChildFailed):
+                    self._ask({"connect": True}, time.monotonic() + WARM_SECONDS)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """End the child."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+
+    def _ask(self, request: Mapping[str, object], deadline: float) -> int:
+        """Ask the child at hand, and a new one if that one had worked before: its master may have been restarted."""
+        while True:
+            reach(self._master, deadline - time.monotonic())
+            if self._child is None:
+                self._child = Child(self._master)
+            child = self._child
+            had_worked = child.connected
+            try:
+                return child.ask(request, max(deadline - time.monotonic(), 0.001))
+            except ChildFailed as error:
+                self.close()
+                if not had_worked or error.reason == "StoreTimeout":
+                    raise
+
+
+def reach(master: str, timeout: float) -> None:
+    """Raise ChildFailed at once if nobody listens at the master's address: the native client would try on for long."""
+    host, _, port = master.rpartition(":")
+    if not port.isdigit() or "://" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=max(timeout, 0.001)).close()
+    except TimeoutError:
+        raise ChildFailed("StoreTimeout", f"{master} did not accept a connection in time") from None
+    except OSError as error:
+        raise ChildFailed("StoreUnavailable", f"{master} cannot be reached: {error}") from None
+
+
+def _failure(reason: str, message: str, code: int = 0) -> Answer:
+    return {"success": False, "removed": None, "code": code, "reason": reason, "message": message}
+
+
+def count_keys(metrics: str, namespace: str, timeout: float) -> Answer:
+    """Count the keys of a namespace from the master's own listing. Slow with many keys: never inside a pause."""
+    started = time.monotonic()
+    prefix = namespace.encode() + b"@"
+    count = 0
+    answer: Answer
+    try:
+        with urllib.request.urlopen(f"{metrics}/get_all_keys", timeout=timeout) as response:
+            for line in response:
+                count += line.startswith(prefix)
+        answer = {"success": True, "keys": count, "reason": "Done", "message": ""}
+    except (OSError, urllib.error.URLError) as error:
+        answer = {"success": False, "keys": None, "reason": "StoreUnavailable", "message": str(error)}
+    answer["seconds"] = round(time.monotonic() - started, 6)
+    return answer
+
+
+def make_server(config: Config, wiper: Wiper) -> ThreadingHTTPServer:
+    """The HTTP server, bound and not yet serving."""
+    tokens = TokenFile(config.token_file)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = 30
+
+        def do_GET(self) -> None:
+            url = urllib.parse.urlsplit(self.path)
+            if url.path == "/healthz":
+                self._answer(200, {"ok": True})
+            elif not self._allowed():
+                return
+            elif url.path != "/moontide/v1/keys":
+                self._refuse(404, "NotFound", "no such route")
+            else:
+                query = urllib.parse.parse_qs(url.query)
+                names = query.get("namespace", [])
+                if set(query) != {"namespace"} or len(names) != 1 or not is_namespace(names[0]):
+                    self._refuse(400, "BadRequest", "one query parameter is needed: namespace=<uid>")
+                else:
+                    self._answer(200, count_keys(config.metrics, names[0], KEYS_TIMEOUT))
+
+        def do_POST(self) -> None:
+            if not self._allowed():
+                return
+            if self.path != "/moontide/v1/wipe":
+                self._refuse(404, "NotFound", "no such route")
+                return
+            body = self._body()
+            if body is not None:
+                self._answer(200, wiper.wipe(body["namespace"], float(body["timeoutSeconds"])))
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """No access log: each removal writes its own line."""
+
+        def _allowed(self) -> bool:
+            headers = [(name.encode(), value.encode()) for name, value in self.headers.items()]
+            if tokens.accepts(bearer_tokens(headers)):
+                return True
+            self._refuse(401, "Unauthorized", "a valid bearer token is needed")
+            return False
+
+        def _body(self) -> dict[str, Any] | None:
+            try:
+                length = int(self.headers.get("content-length", ""))
+            except ValueError:
+                length = -1
+            if not 0 <= length <= BODY_LIMIT:
+                self._refuse(400, "BadRequest", f"a body of at most {BODY_LIMIT} bytes with content-length is needed")
+                return None
+            try:
+                body = json.loads(self.rfile.read(length))
+            except (ValueError, RecursionError):
+                self._refuse(400, "BadRequest", "the body is not JSON", drop=False)
+                return None
+            problem = check_body(body)
+            if problem:
+                self._refuse(400, "BadRequest", problem, drop=False)
+                return None
+            valid: dict[str, Any] = body
+            return valid
+
+        def _refuse(self, status: int, reason: str, message: str, drop: bool = True) -> None:
+            # An unread body would be taken for the next request on a kept connection.
+            self.close_connection = self.close_connection or drop
+            self._answer(status, {**_failure(reason, message), "seconds": 0.0})
+
+        def _answer(self, status: int, body: object) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            if status == 401:
+                self.send_header("www-authenticate", "Bearer")
+            if self.close_connection:
+                self.send_header("connection", "close")
+            self.end_headers()
+            self.wfile.write(data)
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A client that leaves early is no event."""
+
+    return Server((config.host, config.port), Handler)
+
+
+def check_body(body: object) -> str:
+    """What is wrong with the body of a wipe, empty if nothing is."""
+    if not isinstance(body, dict):
+        return "the body is not a JSON object"
+    if unknown := sorted(set(body) - {"namespace", "timeoutSeconds"}):
+        return f"unknown field {', '.join(map(repr, unknown))}; known: namespace, timeoutSeconds"
+    if not is_namespace(body.get("namespace")):
+        return "field 'namespace' must be letters, digits, dot, dash and underscore"
+    seconds = body.get("timeoutSeconds")
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= MAX_SECONDS:
+        return f"field 'timeoutSeconds' must be a number above 0 and at most {MAX_SECONDS:g}"
+    return ""
+
+
+def run_child(descriptor: int, master: str) -> None:
+    """The child: one client, one request a line. Ends with its parent, or when the client cannot be set up."""
+    channel = socket.socket(fileno=descriptor)
+    store: Any = None
+    with channel.makefile("rb") as lines:
+        for line in lines:
+            request = json.loads(line)
+            step = "setup"
+            code = 0
+            if store is None:
+                store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+                code = store.setup(
+                    os.environ.get("MOONTIDE_WIPER_HOSTNAME", "127.0.0.1"), "P2PHANDSHAKE", 0, 0, "tcp", "", master
+                )
+            if code == 0:
+                step = "connect"
+                if "remove" in request:
+                    step = "remove_by_regex"
+                    code = store.remove_by_regex(request["remove"], True)
+            channel.sendall(json.dumps({"step": step, "code": code}).encode() + b"\n")
+    # Not through the client's destructor: it may wait for a master that is gone.
+    os._exit(0)
+
+
+def main(arguments: list[str]) -> int:
+    """Command line."""
+    if arguments[:1] == ["--child"]:
+        run_child(int(arguments[1]), arguments[2])
+        return 0
+    if arguments:
+        print("usage: python -m moontide_engine.wiper", file=sys.stderr)
+        return 2
+    config = Config.from_env(os.environ)
+    wiper = Wiper(config.master)
+    server = make_server(config, wiper)
+    stopping = threading.Event()
+
+    def stop(*_: object) -> None:
+        stopping.set()
+        threading.Thread(target=server.shutdown, daemon=True).start()
+
+    def keep_warm() -> None:
+        while not stopping.is_set():
+            wiper.warm()
+            stopping.wait(WARM_SECONDS)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    threading.Thread(target=keep_warm, daemon=True).start()
+    log("wiper-started", port=config.port, master=config.master)
+    server.serve_forever(poll_interval=0.2)
+    server.server_close()
+    wiper.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
