@@ -66,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
     command("verify-clean", "Prove that nothing of a cluster is on the machine. Exits 1 and lists what is.")
     command("guard", "Exit 1 unless the current context is a local cluster or is named on purpose.", modes=True)
     command("self-check", "Run pods, DNS, volumes and GPU scheduling on the cluster that is up.")
+    command(
+        "smoke", "On a machine without a cluster: up, self-check, a killed component, down, and proof that it is clean."
+    )
     command("prerequisites", "Install the Debian packages that are missing.").add_argument(
         "--list", action="store_true", help="only print what is missing"
     )
@@ -141,6 +144,11 @@ def _kind(options: argparse.Namespace, progress: Progress) -> int:
 
 def _local(options: argparse.Namespace, progress: Progress) -> int:
     stored = defaults.load(options.name)
+    if options.command == "smoke":
+        if stored is not None:
+            raise ClusterError(f"cluster {options.name!r} is up; a smoke test makes and ends its own")
+        selfcheck.smoke(Settings(name=options.name), progress)
+        return 0
     if options.command == "verify-clean":
         return _verify_clean(stored or defaults.load_last(options.name) or Settings(name=options.name))
     if options.command == "up":

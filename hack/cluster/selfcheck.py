@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from hack.cluster.archives import SmallImage, write_small_image
 from hack.cluster.cluster import Cluster
 from hack.cluster.errors import ClusterError
 from hack.cluster.progress import Progress
+from hack.cluster.settings import Settings
 from hack.cluster.shell import run
 
 NAMESPACE = "moontide-self-check"
@@ -159,6 +161,22 @@ def run_all(cluster: Cluster, progress: Progress) -> None:
             run([*cluster.kubectl, "delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=90s"])
             run([*cluster.kubectl, "delete", "persistentvolume", NAMESPACE, "--ignore-not-found", "--timeout=60s"])
             shutil.rmtree(host_folder)
+
+
+def smoke(settings: Settings, progress: Progress) -> None:
+    """A cluster's whole life on a machine that has none; raises at the first thing that is not as it should be."""
+    cluster = Cluster(settings, progress)
+    cluster.up()
+    try:
+        run_all(cluster, progress)
+        for name in ("kube-apiserver", "kubelet", "containerd"):
+            with progress.step(f"{name} killed and started again"):
+                cluster.stop(name, signal.SIGKILL)
+                cluster.up()
+        run_all(cluster, progress)
+    finally:
+        # It raises when anything is left.
+        cluster.down()
 
 
 def _check_gpus(cluster: Cluster, kubectl: list[str]) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from hack.cluster.errors import ClusterError
 from hack.cluster.progress import Progress
 from hack.cluster.settings import cache_root, repository_root
-from hack.cluster.shell import run
-from hack.images.builder import Builder
+from hack.images.builder import Builder, watch
 from hack.images.catalogue import PREFIX
 
 SUITE = "bookworm"
@@ -63,9 +62,9 @@ def ensure(builder: Builder, progress: Progress) -> str:
 
 
 def _bootstrap(folder: Path, progress: Progress) -> None:
-    with progress.step(f"debootstrap {SUITE}"):
-        include = f"--include={','.join(packages())}"
-        run(["debootstrap", "--variant=minbase", include, SUITE, str(folder)], timeout=1800)
+    progress.say(f"making a base image of Debian {SUITE} packages (a minute or two)")
+    include = f"--include={','.join(packages())}"
+    watch(["debootstrap", "--variant=minbase", include, SUITE, str(folder)], progress, f"debootstrap {SUITE}")
     for unused in _UNUSED:
         place = folder / unused
         shutil.rmtree(place, ignore_errors=True)

@@ -18,6 +18,8 @@ from hack.cluster.shell import run
 
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 HEARTBEAT_SECONDS = 15.0
+# How lines begin that say what buildah, Docker or debootstrap is at.
+_MILESTONES = ("STEP", "Step", "#", "I: ")
 
 
 class Builder(Protocol):
@@ -103,7 +105,7 @@ class Buildah:
             command += ["--build-arg", f"{key}={value}"]
         for volume in _volumes():
             command += ["--volume", volume]
-        _watch([*command, str(context)], self._progress, reference)
+        watch([*command, str(context)], self._progress, reference)
 
     def tag(self, reference: str, other: str) -> None:
         run([*self._command, "tag", reference, other])
@@ -151,7 +153,7 @@ class Docker:
         command = ["docker", "build", "--network=host", "--file", str(dockerfile), "--tag", reference]
         for key, value in arguments.items():
             command += ["--build-arg", f"{key}={value}"]
-        _watch([*command, str(context)], self._progress, reference)
+        watch([*command, str(context)], self._progress, reference)
 
     def tag(self, reference: str, other: str) -> None:
         run(["docker", "tag", reference, other])
@@ -188,8 +190,8 @@ def _volumes() -> list[str]:
     return volumes
 
 
-def _watch(command: Sequence[str], progress: Progress, title: str) -> None:
-    """Run a build, with a sign of life now and then that says what it is at."""
+def watch(command: Sequence[str], progress: Progress, title: str) -> None:
+    """Run a long command, with a sign of life now and then that says what it is at."""
     lines: list[str] = []
     began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -207,8 +209,8 @@ def _watch(command: Sequence[str], progress: Progress, title: str) -> None:
                 process.wait(timeout=HEARTBEAT_SECONDS)
                 break
             except subprocess.TimeoutExpired:
-                at = next((line for line in reversed(lines) if line.startswith(("STEP", "Step", "#"))), "")
-                progress.say(f"  {title}: {time.monotonic() - began:.0f} s, {at[:100]}")
+                at = next((line for line in reversed(lines) if line.startswith(_MILESTONES)), "")
+                progress.say(f"  {title}: {time.monotonic() - began:.0f} s, {at[:90]}")
         reader.join()
     if process.returncode != 0:
         tail = "\n".join(lines[-40:])
