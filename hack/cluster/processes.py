@@ -61,7 +61,9 @@ class Daemon:
             return None
         pid = int(stored["pid"])
         _reap(pid)
-        return pid if start_time(pid) == stored["started"] else None
+        started = start_time(pid)
+        # One that ended before its start could be written down has no start time, then as now.
+        return pid if started is not None and started == stored["started"] else None
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
         """Start it in a session of its own, with its output appended to its log."""
