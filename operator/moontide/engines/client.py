@@ -78,6 +78,8 @@ async def engine_status(http: httpx.AsyncClient, address: str, token: str) -> En
     code, body = answer
     if code != 200:
         return Unanswered(f"Http{code}", f"{address} answered {code}: {str(body)[:200]}")
+    if body.get("responsive") is False:
+        return Unanswered("EngineUnresponsive", f"{address}: {body.get('fault')}"[:500])
     try:
         return EngineStatus.model_validate(body)
     except ValidationError as error:

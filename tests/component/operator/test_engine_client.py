@@ -137,6 +137,14 @@ async def test_a_status_without_a_deciding_field_is_no_status(missing: str) -> N
     assert answer.reason == "NotAStatus"
 
 
+async def test_a_server_that_answers_for_a_frozen_engine_is_no_status() -> None:
+    body = json.dumps({**STATUS, "running": None, "responsive": False, "fault": "no answer within 2 s"}).encode()
+    async with FaultyPeer(lambda path, _: (200, body)).running() as peer, new_http_client() as http:
+        answer = await engine_status(http, peer.address, "t")
+    assert isinstance(answer, Unanswered)
+    assert answer.reason == "EngineUnresponsive"
+
+
 async def test_a_whole_status_is_read() -> None:
     async with FaultyPeer(lambda path, _: (200, json.dumps(STATUS).encode())).running() as peer:
         async with new_http_client() as http:
