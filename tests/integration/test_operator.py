@@ -77,7 +77,7 @@ def test_the_fleet_gets_what_the_spec_says(kubectl: Any, fleet: str) -> None:
     assert deployment["spec"]["replicas"] == 2
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     assert container["image"] == "engine.test/moontide:1"
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "1"}, "requests": {"nvidia.com/gpu": "1"}}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
     uid = kubectl.must_get("ifd", "chat", fleet)["metadata"]["uid"]
     assert {each["name"]: each.get("value") for each in container["env"]}["MOONTIDE_KEY_NAMESPACE"] == uid
 
@@ -309,7 +309,7 @@ def test_two_owners_of_one_name_do_not_fight(
 def test_what_the_api_server_refuses_is_a_condition(
     kubectl: Any, operator: Any, namespace: str, wait_for: Any, condition: Any
 ) -> None:
-    kubectl.apply(_fleet(namespace, resources={"limits": {"cpu": "much"}}))
+    kubectl.apply(_fleet(namespace, engine={"env": [{"name": "A=B", "value": "x"}]}))
     body = wait_for(
         "RefusedByApiServer",
         lambda: (
@@ -319,8 +319,8 @@ def test_what_the_api_server_refuses_is_a_condition(
         ),
     )
     (message,) = [each["message"] for each in body["status"]["conditions"] if each["type"] == "Progressing"]
-    assert "quantit" in message
-    kubectl.apply(_fleet(namespace, resources={"limits": {"cpu": "1"}}))
+    assert "A=B" in message
+    kubectl.apply(_fleet(namespace, resources={"limits": {"cpu": 1, "memory": "1.5Gi"}}))
     wait_for("a good spec goes on", lambda: kubectl.get("deployment", "chat", namespace))
 
 
@@ -372,6 +372,14 @@ def test_liveness_and_readiness(operator: Any) -> None:
     assert operator.http(operator.liveness_port, "/healthz") == 200
     assert operator.http(operator.metrics_port, "/readyz") == 200
     assert operator.http(operator.metrics_port, "/metrics") == 200
+
+
+def test_the_chart_gives_every_right_that_was_needed(operator: Any) -> None:
+    messages = [json.loads(line)["message"] for line in operator.log().splitlines()]
+    assert len(messages) > 20
+    forbidden = [text for text in messages if "forbidden" in text.lower() or " 403 " in text]
+    # A namespace that is being deleted refuses new objects with 403.
+    assert [text for text in forbidden if "being terminated" not in text] == []
 
 
 def test_rights_are_few(kubectl: Any, operator: Any, namespace: str) -> None:

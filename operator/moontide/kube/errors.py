@@ -13,7 +13,8 @@ from moontide.errors import InvalidSpec, Retry
 
 CONFLICT_SECONDS = 1.0
 UNAVAILABLE_SECONDS = 2.0
-FORBIDDEN_SECONDS = 30.0
+FORBIDDEN_SECONDS = 5.0
+"""An API server that has just started forbids for a moment what it will allow."""
 
 
 def message_of(error: ApiException) -> str:
@@ -35,8 +36,8 @@ def mapped(what: str) -> Iterator[None]:
     """Turn a failed request into :class:`Retry` or :class:`InvalidSpec`; ``what`` begins the reason.
 
     400 and 422 mean that the spec asks for an object the API server does not take: waiting does not help.
-    Everything else may pass: 409 after a second, 429 after what the server asks, 403 slowly (a namespace that is
-    being deleted, or missing rights), server and connection errors soon.
+    Everything else may pass: 409 after a second, 429 after what the server asks, 401 and 403 after a
+    few seconds (a quota, a namespace that is being deleted, missing rights), server and connection errors soon.
     """
     try:
         yield

@@ -14,7 +14,7 @@ from moontide.api.v1alpha1 import (
     KVCachePool,
     PolicyVersion,
 )
-from moontide.errors import InvalidSpec
+from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.planning.model import Fleet, Replica
 from moontide.reconcile.conditions import announce
@@ -71,14 +71,17 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
         pool=await ctx.kube.get_pool(namespace, spec.kv_cache.pool_ref.name) if spec.kv_cache is not None else None,
         policy=await ctx.kube.get_policy(namespace, spec.policy_ref.name) if spec.policy_ref is not None else None,
     )
-    refusal = None
+    refusal, again = None, SETTLED_SECONDS
     if spec.kv_cache is None or around.pool is not None:
         try:
             await ctx.kube.apply(*children(ctx, resource, around.pool))
         except InvalidSpec as error:
             refusal = error
+        except Retry as error:
+            refusal = InvalidSpec("ApplyFailed", error.reason)
+            again = error.after
 
-    requeue = SETTLED_SECONDS
+    requeue = min(SETTLED_SECONDS, again)
     if spec.policy_ref is None and refusal is None:
         requeue = await reconcile_unmanaged(ctx, resource)
     live = await ctx.kube.get_child_deployment(namespace, name)

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moontide import naming, status
 from moontide.api.v1alpha1 import KVCachePool, KVCachePoolStatus
-from moontide.errors import InvalidSpec
+from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Resource
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
@@ -93,12 +93,11 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     if pool is None or pool.meta.deletion_timestamp is not None:
         return GONE_SECONDS
     fleets = await ctx.kube.list_deployments_of_pool(namespace, name)
-    try:
-        await ctx.kube.apply(*children(ctx, pool))
-    except InvalidSpec as error:
-        verdict = status.Verdict(READY, "False", error.reason, error.message)
+    refusal = await _apply(ctx, pool)
+    if refusal is not None:
+        verdict, again = refusal
         await _write(ctx, pool, _status(ctx, pool, MasterState(), verdict, [each.meta.name for each in fleets]))
-        return ctx.config.resync_seconds
+        return again
 
     host = naming.service_host(naming.master(name), namespace)
     seen = await look_at_master(ctx.http, f"http://{host}:{naming.MASTER_METRICS_PORT}")

@@ -56,7 +56,11 @@ def container_security() -> k8s.V1SecurityContext:
 
 def resources(wanted: ResourceRequirements) -> k8s.V1ResourceRequirements:
     """Container resources; what is empty is left out."""
-    return k8s.V1ResourceRequirements(limits=dict(wanted.limits) or None, requests=dict(wanted.requests) or None)
+
+    def amounts(given: Mapping[str, int | str]) -> dict[str, str] | None:
+        return {name: str(amount) for name, amount in given.items()} or None
+
+    return k8s.V1ResourceRequirements(limits=amounts(wanted.limits), requests=amounts(wanted.requests))
 
 
 def http_probe(

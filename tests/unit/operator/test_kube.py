@@ -33,7 +33,7 @@ def _raise(status: int, body: Any = None, headers: dict[str, str] | None = None)
         raise ApiException(http_resp=Answer(status, body, headers))
 
 
-@pytest.mark.parametrize(("status", "after"), [(409, 1.0), (403, 30.0), (500, 2.0), (503, 2.0), (404, 2.0)])
+@pytest.mark.parametrize(("status", "after"), [(409, 1.0), (403, 5.0), (500, 2.0), (503, 2.0), (404, 2.0)])
 def test_what_may_pass_is_retried(status: int, after: float) -> None:
     with pytest.raises(Retry) as caught:
         _raise(status, {"message": "no"})

@@ -93,11 +93,30 @@ class ObjectName(Api):
     name: Annotated[str, Field(min_length=1, max_length=253)]
 
 
+def _amount(schema: dict[str, Any]) -> None:
+    schema.clear()
+    schema.update(
+        {
+            "x-kubernetes-int-or-string": True,
+            "maxLength": 20,
+            **validations(
+                rule(
+                    "type(self) == int ? self >= 0 : self.matches('^[0-9]+(\\\\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$')",
+                    "an amount of a resource is a number with or without a unit; write for example 1, 500m or 4Gi",
+                )
+            ),
+        }
+    )
+
+
+Amounts = dict[str, Annotated[int | str, Field(json_schema_extra=_amount)]]
+
+
 class ResourceRequirements(Api):
     """Container resources, as in a pod spec."""
 
-    limits: Annotated[dict[str, str], Field(default_factory=dict)]
-    requests: Annotated[dict[str, str], Field(default_factory=dict)]
+    limits: Annotated[Amounts, Field(default_factory=dict, max_length=32)]
+    requests: Annotated[Amounts, Field(default_factory=dict, max_length=32)]
 
 
 class EnvVar(Api):
