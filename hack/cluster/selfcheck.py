@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ _RESTRICTED = {
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-_NOISE_SECONDS = 30.0
+_PATIENCE_SECONDS = 30.0
+_SETTLE_SECONDS = 15.0
 
 
 def busybox_image() -> tuple[str, SmallImage]:
@@ -121,8 +123,13 @@ def server_objects(image: str, host_folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def run_all(cluster: Cluster, progress: Progress) -> None:
-    """Run every check; the first that fails raises. What it made is removed again in either case."""
+def run_all(
+    cluster: Cluster, progress: Progress, meanwhile: Callable[[list[str]], None] | None = None, leave: bool = False
+) -> None:
+    """Run every check; the first that fails raises. What it made is removed again in either case, unless `leave`.
+
+    `meanwhile` is called while two pods run, with the beginning of a kubectl command for their namespace.
+    """
     host_folder = Path(tempfile.mkdtemp(prefix="moontide-self-check-"))
     greeting = f"hello {host_folder.name}"
     (host_folder / "greeting").write_text(greeting)
@@ -136,53 +143,78 @@ def run_all(cluster: Cluster, progress: Progress) -> None:
             objects = server_objects(image, host_folder)
             run([*cluster.kubectl, "apply", "-f", "-"], stdin=json.dumps(_list(objects)))
             run([*kubectl, "rollout", "status", "deployment/web", "--timeout=60s"])
-        pods = run([*kubectl, "get", "pods", "--selector=app=web", "-o", "name"]).split()
-        for host in ("web", f"web.{NAMESPACE}", f"web.{NAMESPACE}.svc.cluster.local"):
-            with progress.step(f"a pod reaches the Service by the name {host}"):
-                fetch = [*kubectl, "exec", pods[0], "--", "wget", "-q", "-O", "-", f"http://{host}/"]
-                _expect(greeting, _retry(fetch))
-        with progress.step("a name outside the cluster does not resolve"):
-            lookup = [*kubectl, "exec", pods[0], "--", "sh", "-c", "nslookup example.com || true"]
-            answer = _retry(lookup)
-            if "NXDOMAIN" not in answer:
-                raise ClusterError(f"expected NXDOMAIN, got {answer!r}")
-        with progress.step("a pod reaches nothing outside the machine"):
-            before = network.refused_packets()
-            command = f"nc -w 2 {OUTSIDE} 80 </dev/null >/dev/null 2>&1 && echo reached || echo refused"
-            _expect("refused", run([*kubectl, "exec", pods[0], "--", "sh", "-c", command]).strip())
-            if network.refused_packets() <= before:
-                raise ClusterError("the guard has not seen the packet that a pod sent outside")
+        _check_traffic(kubectl, greeting, progress)
+        if meanwhile is not None:
+            meanwhile(kubectl)
+            _check_traffic(kubectl, greeting, progress)
         with progress.step("GPUs: one more pod than there are stays pending for want of them"):
             _check_gpus(cluster, kubectl)
         with progress.step("a killed container is restarted"):
-            _check_restart(kubectl, pods[0])
+            _check_restart(kubectl, _pods(kubectl)[0])
     finally:
-        with progress.step("self-check removed"):
-            run([*cluster.kubectl, "delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=90s"])
-            run([*cluster.kubectl, "delete", "persistentvolume", NAMESPACE, "--ignore-not-found", "--timeout=60s"])
-            shutil.rmtree(host_folder)
+        if not leave:
+            with progress.step("self-check removed"):
+                run([*cluster.kubectl, "delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=90s"])
+                run([*cluster.kubectl, "delete", "persistentvolume", NAMESPACE, "--ignore-not-found", "--timeout=60s"])
+        shutil.rmtree(host_folder)
+
+
+def _pods(kubectl: list[str]) -> list[str]:
+    return run([*kubectl, "get", "pods", "--selector=app=web", "-o", "name"]).split()
+
+
+def _check_traffic(kubectl: list[str], greeting: str, progress: Progress) -> None:
+    pod = _pods(kubectl)[0]
+    for host in ("web", f"web.{NAMESPACE}", f"web.{NAMESPACE}.svc.cluster.local"):
+        with progress.step(f"a pod reaches the Service by the name {host}"):
+            fetch = [*kubectl, "exec", pod, "--", "wget", "-q", "-O", "-", f"http://{host}/"]
+            _expect(greeting, _retry(fetch))
+    with progress.step("a name outside the cluster does not resolve"):
+        answer = _retry([*kubectl, "exec", pod, "--", "sh", "-c", "nslookup example.com || true"])
+        if "NXDOMAIN" not in answer:
+            raise ClusterError(f"expected NXDOMAIN, got {answer!r}")
+    with progress.step("a pod reaches nothing outside the machine"):
+        before = network.refused_packets()
+        command = f"nc -w 2 {OUTSIDE} 80 </dev/null >/dev/null 2>&1 && echo reached || echo refused"
+        _expect("refused", run([*kubectl, "exec", pod, "--", "sh", "-c", command]).strip())
+        if network.refused_packets() <= before:
+            raise ClusterError("the guard has not seen the packet that a pod sent outside")
 
 
 def smoke(settings: Settings, progress: Progress) -> None:
     """A cluster's whole life on a machine that has none; raises at the first thing that is not as it should be."""
     cluster = Cluster(settings, progress)
-    cluster.up()
-    try:
-        run_all(cluster, progress)
+
+    def kill_components(kubectl: list[str]) -> None:
+        before = _identities(kubectl)
         for name in ("kube-apiserver", "kubelet", "containerd"):
             with progress.step(f"{name} killed and started again"):
                 cluster.stop(name, signal.SIGKILL)
                 cluster.up()
-        run_all(cluster, progress)
+        # A restarted kubelet looks at each pod anew; give it the time to find one that it would not keep.
+        time.sleep(_SETTLE_SECONDS)
+        run([*kubectl, "wait", "--for=condition=Ready", "pods", "--all", "--timeout=60s"])
+        if _identities(kubectl) != before:
+            raise ClusterError(f"pods did not live through it: {before} became {_identities(kubectl)}")
+
+    cluster.up()
+    try:
+        run_all(cluster, progress, meanwhile=kill_components, leave=True)
     finally:
-        # It raises when anything is left.
+        # With pods running, and it raises when anything is left.
         cluster.down()
+
+
+def _identities(kubectl: list[str]) -> list[tuple[str, int]]:
+    """Each pod's uid with the restarts of its container."""
+    pods = json.loads(run([*kubectl, "get", "pods", "--selector=app=web", "-o", "json"]))["items"]
+    return sorted((pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"]) for pod in pods)
 
 
 def _check_gpus(cluster: Cluster, kubectl: list[str]) -> None:
     wanted = cluster.settings.gpus + 1
     run([*kubectl, "scale", "deployment/web", f"--replicas={wanted}"])
-    deadline = time.monotonic() + _NOISE_SECONDS
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         pods = json.loads(run([*kubectl, "get", "pods", "--selector=app=web", "-o", "json"]))["items"]
         pending = [pod for pod in pods if pod["status"]["phase"] == "Pending"]
@@ -200,7 +232,7 @@ def _check_gpus(cluster: Cluster, kubectl: list[str]) -> None:
 def _check_restart(kubectl: list[str], pod: str) -> None:
     run([*kubectl, "exec", pod, "--", "sh", "-c", "kill -KILL $(pidof httpd)"])
     count = "jsonpath={.status.containerStatuses[0].restartCount}"
-    deadline = time.monotonic() + _NOISE_SECONDS
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while run([*kubectl, "get", pod, "-o", count]).strip() == "0":
         if time.monotonic() > deadline:
             raise ClusterError(f"{pod} was not restarted")
@@ -210,7 +242,7 @@ def _check_restart(kubectl: list[str], pod: str) -> None:
 
 def _retry(command: list[str]) -> str:
     """The first lookup right after CoreDNS came up can fail; a few seconds are allowed for it."""
-    deadline = time.monotonic() + _NOISE_SECONDS
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return run(command).strip()
