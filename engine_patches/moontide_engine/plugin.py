@@ -6,6 +6,7 @@ start unguarded), one that ``register`` raises stops the process.
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 from moontide_engine import settings
@@ -29,7 +30,6 @@ def _ask_for_amx() -> None:
     vLLM leaves that to the first large matrix product. When the first request is short there was none yet, and the
     worker dies of an illegal instruction (seen on 0.32.0's CPU build). A GPU build is not touched by it.
     """
-    import torch
-
+    torch = importlib.import_module("torch")
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         logging.getLogger("moontide").warning("the kernel refuses AMX tiles; a short first request may end the worker")
