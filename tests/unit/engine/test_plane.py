@@ -1,0 +1,640 @@
+"""Gate middleware and admin app together, on a fake engine and a fake app, through their ASGI interface."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moontide_engine.admin import AdminApp, Commands
+from moontide_engine.asgi import Message, Receive, Scope, Send, send_json
+from moontide_engine.auth import TokenFile
+from moontide_engine.engine import Probe, RankQueue
+from moontide_engine.gate import Fence, Gate
+from moontide_engine.middleware import GateMiddleware
+
+
+@dataclass
+class FakeEngine:
+    """An engine whose every answer the test decides."""
+
+    running: int = 0
+    waiting: int = 0
+    settling: int = 0
+    paused: bool = False
+    left: list[int] = field(default_factory=lambda: [0, 0])
+    prefix_held: bool = False
+    hang: float = 0.0
+    fault: Exception | None = None
+    calls: list[str] = field(default_factory=list)
+    version: str = "0.32.0"
+    ranks: int = 2
+    store_configured: bool = True
+    on_resume: Callable[[], None] | None = None
+
+    async def _say(self, call: str) -> None:
+        self.calls.append(call)
+        if self.hang:
+            await asyncio.sleep(self.hang)
+        if self.fault is not None:
+            raise self.fault
+
+    async def probe(self) -> Probe:
+        await self._say("probe")
+        return Probe(self.running, self.waiting, self.settling, self.paused)
+
+    async def queues(self) -> list[RankQueue]:
+        await self._say("queues")
+        return [RankQueue(rank, left, 0, True, "") for rank, left in enumerate(self.left)]
+
+    async def weights_version(self) -> str:
+        await self._say("weights_version")
+        return "7"
+
+    async def set_weights_version(self, version: str) -> None:
+        await self._say("set_weights_version")
+
+    async def pause(self, abort: bool) -> None:
+        await self._say("abort" if abort else "pause")
+        self.paused = True
+        if abort:
+            self.running = self.waiting = 0
+
+    async def resume(self) -> None:
+        await self._say("resume")
+        if self.on_resume is not None:
+            self.on_resume()
+        self.paused = False
+
+    async def reset_prefix(self) -> bool:
+        await self._say("reset_prefix")
+        return not self.prefix_held
+
+    async def reset_encoder(self) -> None:
+        await self._say("reset_encoder")
+
+    async def reset_multimodal(self) -> None:
+        await self._say("reset_multimodal")
+
+
+class App:
+    """The app behind the gate. ``/v1/completions`` answers when released, or at once if nobody asked it to wait."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.paths: list[str] = []
+        self.release = asyncio.Event()
+        self.release.set()
+        self.stream = False
+        self.disconnected = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.paths.append(scope["path"])
+        body = b""
+        more = True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        self.bodies.append(body)
+        if self.stream:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        gone = asyncio.ensure_future(receive())
+        go = asyncio.ensure_future(self.release.wait())
+        await asyncio.wait((gone, go), return_when=asyncio.FIRST_COMPLETED)
+        go.cancel()
+        if gone.done():
+            self.disconnected += 1
+            return
+        gone.cancel()
+        if self.stream:
+            await send({"type": "http.response.body", "body": b"last", "more_body": False})
+        else:
+            await send_json(send, 200, {"ok": True})
+
+
+class Client:
+    """One HTTP request on an ASGI app, with a client that can leave."""
+
+    def __init__(self, app: Any, path: str = "/v1/completions", parts: tuple[bytes, ...] = (b"{}",)) -> None:
+        self._incoming: asyncio.Queue[Message] = asyncio.Queue()
+        for number, part in enumerate(parts, 1):
+            self._incoming.put_nowait({"type": "http.request", "body": part, "more_body": number < len(parts)})
+        self.sent: list[Message] = []
+        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+        self.task = asyncio.ensure_future(app(scope, self._incoming.get, self._send))
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def leave(self) -> None:
+        """The client goes away."""
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+    async def done(self) -> None:
+        """Until the app has returned."""
+        await asyncio.wait_for(self.task, 2)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def whole(self) -> bool:
+        return not self.sent[-1].get("more_body", False)
+
+
+class Plane:
+    """Everything wired as the server wires it."""
+
+    def __init__(self, token_file: Path, max_held: int = 3) -> None:
+        self.engine = FakeEngine()
+        self.app = App()
+        self.gate = Gate("boot", time.monotonic, admit_ttl=60)
+        self.middleware = GateMiddleware(self.app, self.gate, max_held)
+        self.commands = Commands(self.gate, self.middleware, self.engine, "pod", "ns")
+        token_file.write_text("secret\n")
+        self.admin = AdminApp(self.commands, self.middleware, self.app, TokenFile(str(token_file)))
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.admin),
+            base_url="http://admin",
+            headers={"authorization": "Bearer secret"},
+        )
+        self.open_http = httpx.AsyncClient(transport=httpx.ASGITransport(self.middleware), base_url="http://inference")
+
+    async def command(self, name: str, epoch: int = 1, **more: object) -> tuple[int, dict[str, Any]]:
+        body: dict[str, object] = {"term": 1, "epoch": epoch, "bootId": "boot", **more}
+        if name in ("quiesce", "drain", "reset"):
+            body.setdefault("timeoutSeconds", 1)
+        if name == "quiesce":
+            body = {"mode": "wait", "requestsDuringBarrier": "Queue", "ttlSeconds": 30, **body}
+        answer = await self.http.post(f"/moontide/v1/{name}", json=body)
+        return answer.status_code, answer.json()
+
+    async def succeed(self, name: str, epoch: int = 1, **more: object) -> dict[str, Any]:
+        status, answer = await self.command(name, epoch, **more)
+        assert (status, answer["success"]) == (200, True), answer
+        return answer
+
+    async def open(self, epoch: int = 1) -> None:
+        await self.succeed("admit", epoch, version=f"v{epoch}")
+        await self.succeed("resume", epoch)
+
+    def request(self, **more: Any) -> Client:
+        return Client(self.middleware, **more)
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
+    made = Plane(tmp_path / "token")
+    yield made
+    await made.http.aclose()
+    await made.open_http.aclose()
+
+
+# -- the inference port ------------------------------------------------------------------------------------------------
+
+
+async def test_closed_refuses_with_a_reason(plane: Plane) -> None:
+    client = plane.request()
+    await client.done()
+    assert client.status == 503
+    assert client.headers[b"retry-after"] == b"1"
+    assert "Starting" in json.loads(client.sent[1]["body"])["error"]["message"]
+    assert plane.app.paths == []
+
+
+async def test_ready_follows_the_gate(plane: Plane) -> None:
+    async def ready() -> tuple[int, Any]:
+        answer = await plane.open_http.get("/moontide/v1/ready")
+        return answer.status_code, answer.json()
+
+    assert await ready() == (503, {"ready": False})
+    await plane.open()
+    assert await ready() == (200, {"ready": True})
+    await plane.succeed("quiesce", 2)
+    assert await ready() == (200, {"ready": True})
+    await plane.succeed("close", 2, reason="Gone")
+    assert await ready() == (503, {"ready": False})
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/pause"),
+        ("OPTIONS", "/pause"),
+        ("POST", "//pause"),
+        ("POST", "/%70ause"),
+        ("POST", "/v1/../pause"),
+        ("GET", "/moontide/v1/status"),
+        ("POST", "/moontide/v1/close"),
+        ("POST", "/v1/load_lora_adapter"),
+    ],
+)
+async def test_admin_routes_do_not_exist_on_the_inference_port(plane: Plane, method: str, path: str) -> None:
+    await plane.open()
+    answer = await plane.open_http.request(method, path, headers={"authorization": "Bearer secret"})
+    assert answer.status_code == 404
+    assert plane.app.paths == []
+
+
+async def test_public_paths_pass_a_closed_gate(plane: Plane) -> None:
+    assert (await plane.open_http.get("/health")).status_code == 200
+    assert plane.app.paths == ["/health"]
+
+
+async def test_websockets_are_turned_down(plane: Plane) -> None:
+    await plane.open()
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    for app in (plane.middleware, plane.admin):
+        await app({"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send)
+    assert [message["type"] for message in sent] == ["websocket.close"] * 2
+    assert plane.app.paths == []
+
+
+async def test_answers_carry_the_stamp(plane: Plane) -> None:
+    await plane.open(3)
+    client = plane.request()
+    await client.done()
+    assert client.status == 200
+    assert client.headers[b"x-moontide-epoch"] == b"3"
+    assert client.headers[b"x-moontide-version"] == b"v3"
+    assert plane.gate.in_flight == 0
+
+
+async def test_held_request_runs_in_the_new_epoch_with_its_whole_body(plane: Plane) -> None:
+    await plane.open(1)
+    await plane.succeed("quiesce", 2)
+    client = plane.request(parts=(b"one", b"two", b"three"))
+    await plane.settle()
+    assert plane.middleware.held == 1
+    assert plane.app.paths == []
+    for step in ("drain", "reset"):
+        await plane.succeed(step, 2)
+    await plane.open(2)
+    await client.done()
+    assert client.headers[b"x-moontide-epoch"] == b"2"
+    assert plane.app.bodies == [b"onetwothree"]
+    assert plane.middleware.held == 0
+    assert plane.gate.in_flight == 0
+
+
+async def test_held_request_whose_client_leaves_is_dropped(plane: Plane) -> None:
+    await plane.open(1)
+    await plane.succeed("quiesce", 2)
+    client = plane.request()
+    await plane.settle()
+    client.leave()
+    await client.done()
+    assert plane.middleware.held == 0
+    assert client.sent == []
+    assert plane.app.paths == []
+
+
+async def test_holding_is_bounded(plane: Plane) -> None:
+    await plane.open(1)
+    await plane.succeed("quiesce", 2)
+    clients = [plane.request() for _ in range(5)]
+    await plane.settle()
+    assert plane.middleware.held == 3
+    assert [c.status for c in clients if c.sent] == [503, 503]
+    await plane.succeed("close", 2, reason="Enough")
+    for client in clients:
+        await client.done()
+    assert [c.status for c in clients] == [503] * 5
+    assert plane.middleware.held == 0
+
+
+async def test_refuse_mode_refuses(plane: Plane) -> None:
+    await plane.open(1)
+    await plane.succeed("quiesce", 2, requestsDuringBarrier="Refuse")
+    client = plane.request()
+    await client.done()
+    assert client.status == 503
+    assert plane.middleware.held == 0
+
+
+async def test_close_ends_what_runs(plane: Plane) -> None:
+    await plane.open(1)
+    plane.app.release.clear()
+    client = plane.request()
+    await plane.settle()
+    assert plane.gate.in_flight == 1
+    await plane.succeed("close", 2, reason="Isolated")
+    await client.done()
+    assert client.status == 503
+    assert "Isolated" in json.loads(client.sent[1]["body"])["error"]["message"]
+    assert plane.app.disconnected == 1
+    assert plane.gate.in_flight == 0
+    await plane.settle()
+    assert "abort" in plane.engine.calls
+
+
+async def test_close_cuts_a_stream_short(plane: Plane) -> None:
+    await plane.open(1)
+    plane.app.release.clear()
+    plane.app.stream = True
+    client = plane.request()
+    await plane.settle()
+    await plane.succeed("close", 2, reason="Isolated")
+    await client.done()
+    assert client.status == 200
+    assert not client.whole
+
+
+async def test_termination_lets_what_runs_finish_and_answers_the_held(plane: Plane) -> None:
+    await plane.open(1)
+    plane.app.release.clear()
+    running = plane.request()
+    await plane.settle()
+    await plane.command("quiesce", 2, timeoutSeconds=0.05)
+    held = plane.request()
+    await plane.settle()
+    plane.gate.terminate()
+    await held.done()
+    assert held.status == 503
+    plane.app.release.set()
+    await running.done()
+    assert running.status == 200
+    assert running.whole
+
+
+async def test_a_failing_app_leaves_the_gate(plane: Plane) -> None:
+    await plane.open(1)
+
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ValueError("broken")
+
+    middleware = GateMiddleware(broken, plane.gate, 1)
+    with pytest.raises(ValueError, match="broken"):
+        await Client(middleware).done()
+    assert plane.gate.in_flight == 0
+
+
+async def test_a_cancelled_request_leaves_the_gate(plane: Plane) -> None:
+    await plane.open(1)
+    plane.app.release.clear()
+    client = plane.request()
+    await plane.settle()
+    client.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client.task
+    assert plane.gate.in_flight == 0
+
+
+# -- the admin port ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/moontide/v1/status", "/health", "/pause", "/nothing", "//pause", "/v1/completions"])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+async def test_every_admin_path_needs_the_token(plane: Plane, method: str, path: str) -> None:
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Basic secret"},
+        {"authorization": "secret"},
+    ):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(plane.admin), base_url="http://admin") as http:
+            assert (await http.request(method, path, headers=headers)).status_code == 401
+    assert plane.app.paths == []
+
+
+async def test_vllms_own_routes_pass_behind_the_token(plane: Plane) -> None:
+    assert (await plane.http.post("/collective_rpc", json={})).status_code == 200
+    assert plane.app.paths == ["/collective_rpc"]
+
+
+async def test_inference_on_the_admin_port_is_gated_too(plane: Plane) -> None:
+    assert (await plane.http.post("/v1/completions", json={})).status_code == 503
+    await plane.open(4)
+    answer = await plane.http.post("/v1/completions", json={})
+    assert (answer.status_code, answer.headers["x-moontide-epoch"]) == (200, "4")
+
+
+async def test_bodies_are_checked_field_by_field(plane: Plane) -> None:
+    whole: dict[str, object] = {"term": 1, "epoch": 1, "bootId": "boot", "timeoutSeconds": 1}
+    for change, word in (
+        ({"bogus": 1}, "bogus"),
+        ({"term": "1"}, "term"),
+        ({"term": True}, "term"),
+        ({"epoch": -1}, "epoch"),
+        ({"epoch": 1.5}, "epoch"),
+        ({"bootId": ""}, "bootId"),
+        ({"timeoutSeconds": 0}, "timeoutSeconds"),
+        ({"timeoutSeconds": "9"}, "timeoutSeconds"),
+        ({"timeoutSeconds": 1e9}, "timeoutSeconds"),
+    ):
+        answer = await plane.http.post("/moontide/v1/reset", json={**whole, **change})
+        assert answer.status_code == 400
+        assert answer.json()["success"] is False
+        assert word in answer.json()["message"]
+    for missing in whole:
+        answer = await plane.http.post("/moontide/v1/reset", json={k: v for k, v in whole.items() if k != missing})
+        assert answer.status_code == 400
+        assert missing in answer.json()["message"]
+    for text in (b"", b"[]", b"null", b"{", b"[" * 50_000):
+        answer = await plane.http.post("/moontide/v1/reset", content=text)
+        assert answer.status_code == 400
+    assert (await plane.http.post("/moontide/v1/reset", content=b" " * 70_000)).status_code == 413
+    assert plane.engine.calls == []
+    assert plane.gate.fence.term == 0
+
+
+async def test_methods_and_unknown_commands(plane: Plane) -> None:
+    assert (await plane.http.get("/moontide/v1/reset")).status_code == 405
+    assert (await plane.http.post("/moontide/v1/status")).status_code == 405
+    assert (await plane.http.post("/moontide/v1/explode", json={})).status_code == 404
+    assert plane.app.paths == []
+
+
+async def test_status_tells_everything(plane: Plane) -> None:
+    await plane.open(5)
+    status = (await plane.http.get("/moontide/v1/status")).json()
+    assert status["state"] == "open"
+    assert (status["epoch"], status["version"], status["admitted"], status["weightsVersion"]) == (5, "v5", True, "7")
+    assert (status["term"], status["commandEpoch"]) == (1, 5)
+    assert (status["clean"], status["drained"], status["responsive"]) == (False, False, True)
+    assert status["store"] == {"configured": True, "attached": True, "reason": ""}
+    assert status["keyNamespace"] == "ns"
+
+
+async def test_status_of_an_engine_that_hangs_is_bounded_and_says_so(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moontide_engine.admin.STATUS_TIMEOUT", 0.05)
+    plane.engine.hang = 5
+    status = (await plane.http.get("/moontide/v1/status")).json()
+    assert status["responsive"] is False
+    assert status["running"] is None
+    assert status["waiting"] is None
+    assert status["fault"]
+    assert status["store"]["attached"] is False
+
+
+async def test_fencing_and_boot_id(plane: Plane) -> None:
+    await plane.open(5)
+    status, answer = await plane.command("close", 4, reason="Old")
+    assert (status, answer["reason"], answer["term"], answer["epoch"]) == (409, "Fenced", 1, 5)
+    status, answer = await plane.command("close", 9, reason="Other", bootId="other")
+    assert (status, answer["reason"]) == (409, "BootIdMismatch")
+    assert (await plane.http.get("/moontide/v1/status")).json()["state"] == "open"
+
+
+async def test_quiesce_waits_for_gate_and_engine(plane: Plane) -> None:
+    await plane.open(1)
+    plane.app.release.clear()
+    client = plane.request()
+    await plane.settle()
+    status, answer = await plane.command("quiesce", 2, timeoutSeconds=0.05)
+    assert (status, answer["success"], answer["reason"], answer["inFlight"]) == (200, False, "RequestsRunning", 1)
+    assert answer["state"] == "paused"
+    assert "pause" not in plane.engine.calls
+    plane.app.release.set()
+    await client.done()
+    plane.engine.running = 1
+    status, answer = await plane.command("quiesce", 2, timeoutSeconds=0.05)
+    assert (answer["success"], answer["reason"], answer["running"]) == (False, "RequestsRunning", 1)
+    plane.engine.running = 0
+    await plane.succeed("quiesce", 2)
+    assert plane.engine.paused
+
+
+async def test_quiesce_with_abort_ends_what_runs(plane: Plane) -> None:
+    await plane.open(1)
+    plane.engine.running = 2
+    await plane.succeed("quiesce", 2, mode="abort")
+    assert "abort" in plane.engine.calls
+
+
+async def test_quiesce_of_a_closed_engine_succeeds_and_leaves_it_closed(plane: Plane) -> None:
+    answer = await plane.succeed("quiesce", 1)
+    assert answer["state"] == "closed"
+
+
+async def test_drain_wants_every_rank_empty(plane: Plane) -> None:
+    await plane.open(1)
+    status, answer = await plane.command("drain", 2)
+    assert (status, answer["success"], answer["reason"]) == (200, False, "NotQuiesced")
+    await plane.succeed("quiesce", 2)
+    plane.engine.left = [0, 3]
+    status, answer = await plane.command("drain", 2, timeoutSeconds=0.05)
+    assert (answer["success"], answer["reason"]) == (False, "StoreBusy")
+    assert answer["ranks"][1] == {"rank": 1, "left": 3, "loading": 0}
+    assert not plane.gate.drained
+    asyncio.get_running_loop().call_later(0.05, lambda: plane.engine.left.__setitem__(1, 0))
+    await plane.succeed("drain", 2)
+    assert plane.gate.drained
+
+
+async def test_drain_waits_for_requests_that_only_wait_for_their_transfer(plane: Plane) -> None:
+    await plane.open(1)
+    await plane.succeed("quiesce", 2)
+    plane.engine.settling = 1
+    status, answer = await plane.command("drain", 2, timeoutSeconds=0.05)
+    assert (answer["success"], answer["reason"]) == (False, "StoreBusy")
+
+
+async def test_reset_clears_all_three_or_says_what_not(plane: Plane) -> None:
+    await plane.open(1)
+    status, answer = await plane.command("reset", 2)
+    assert (status, answer["success"], answer["reason"], answer["cleared"]) == (200, False, "NotQuiesced", [])
+    assert "reset_prefix" not in plane.engine.calls
+    await plane.succeed("quiesce", 2)
+    plane.engine.prefix_held = True
+    status, answer = await plane.command("reset", 2, timeoutSeconds=0.05)
+    assert (answer["success"], answer["reason"], answer["cleared"]) == (False, "BlocksHeld", [])
+    assert plane.engine.calls.count("reset_prefix") > 1
+    assert not plane.gate.clean
+    plane.engine.prefix_held = False
+    answer = await plane.succeed("reset", 2)
+    assert answer["cleared"] == ["prefix", "encoder", "multimodal"]
+    assert plane.gate.clean
+
+
+async def test_reset_does_not_count_while_a_request_is_on_its_way(plane: Plane) -> None:
+    await plane.open(1)
+    plane.app.release.clear()
+    client = plane.request()
+    await plane.settle()
+    await plane.command("quiesce", 2, timeoutSeconds=0.05)
+    status, answer = await plane.command("reset", 2, timeoutSeconds=0.05)
+    assert answer["success"] is False
+    assert "reset_prefix" not in plane.engine.calls
+    plane.app.release.set()
+    await client.done()
+
+
+@pytest.mark.parametrize("command", ["quiesce", "drain", "reset", "resume"])
+async def test_a_hanging_or_failing_engine_is_bounded_and_no_success(plane: Plane, command: str) -> None:
+    await plane.open(1)
+    await plane.succeed("quiesce", 2)
+    if command == "resume":
+        for step in ("drain", "reset"):
+            await plane.succeed(step, 2)
+        await plane.succeed("admit", 2, version="v2")
+    plane.engine.hang = 5
+    began = time.monotonic()
+    status, answer = await plane.command(command, 2, timeoutSeconds=0.1)
+    assert (status, answer["success"]) == (200, False)
+    assert time.monotonic() - began < 1
+    plane.engine.hang = 0
+    plane.engine.fault = RuntimeError("EngineDead")
+    status, answer = await plane.command(command, 2, timeoutSeconds=0.1)
+    assert (status, answer["success"]) == (200, False)
+    assert answer["reason"] in ("EngineFault", "EngineTimeout")
+    assert plane.gate.state == "paused"
+
+
+async def test_admission_needs_drain_and_reset(plane: Plane) -> None:
+    await plane.open(1)
+    await plane.succeed("quiesce", 2)
+    status, answer = await plane.command("admit", 2, version="v2")
+    assert (status, answer["reason"]) == (409, "NotClean")
+    await plane.succeed("drain", 2)
+    status, answer = await plane.command("admit", 2, version="v2")
+    assert (status, answer["reason"]) == (409, "NotClean")
+    await plane.succeed("reset", 2)
+    await plane.succeed("admit", 2, version="v2")
+    status, answer = await plane.command("resume", 3)
+    assert (status, answer["reason"]) == (409, "NotAdmitted")
+
+
+async def test_a_newer_command_while_the_engine_resumes_wins(plane: Plane) -> None:
+    await plane.succeed("admit", 1, version="v1")
+    plane.engine.on_resume = lambda: plane.gate.accept(Fence(1, 2), "boot")
+    status, answer = await plane.command("resume", 1)
+    assert (status, answer["success"], answer["reason"]) == (200, False, "Superseded")
+    assert plane.gate.state == "paused"
+
+
+async def test_pause_expires_by_itself_and_the_held_hear_of_it(plane: Plane) -> None:
+    await plane.open(1)
+    await plane.succeed("quiesce", 2, ttlSeconds=0.1)
+    client = plane.request()
+    await client.done()
+    assert client.status == 503
+    assert "PauseExpired" in json.loads(client.sent[1]["body"])["error"]["message"]
+    assert (await plane.http.get("/moontide/v1/status")).json()["reason"] == "PauseExpired"

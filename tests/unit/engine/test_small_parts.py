@@ -1,0 +1,100 @@
+"""Tokens, settings, namespaces, log lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from moontide_engine import jsonlog, plugin, settings
+from moontide_engine.auth import TokenFile, bearer_tokens
+from moontide_engine.namespace import is_namespace, pattern
+
+
+def test_token_file_is_read_again_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    tokens = TokenFile(str(path))
+    assert not tokens.accepts([b"a"])
+    path.write_text("a\n\n b \n")
+    assert tokens.accepts([b"a"])
+    assert tokens.accepts([b"wrong", b"b"])
+    path.write_text("c")
+    assert not tokens.accepts([b"a"])
+    assert tokens.accepts([b"c"])
+
+
+@pytest.mark.parametrize("content", ["", "\n", "  \n\t\n"])
+def test_an_empty_token_file_accepts_nothing(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(content)
+    assert not TokenFile(str(path)).accepts([b"", b" ", b"a"])
+    assert not TokenFile(str(path)).accepts([])
+
+
+def test_bearer_tokens() -> None:
+    headers = [
+        (b"Authorization", b"bearer a"),
+        (b"x-admin-authorization", b"Bearer  b "),
+        (b"authorization", b"Basic c"),
+    ]
+    assert bearer_tokens(headers) == [b"a", b"b"]
+
+
+def test_settings_have_defaults_and_bounds() -> None:
+    loaded = settings.load({})
+    assert (loaded.admin_port, loaded.weights_version, loaded.max_held, loaded.key_namespace) == (
+        8001,
+        "default",
+        1024,
+        "",
+    )
+    for env in (
+        {"MOONTIDE_ADMIN_PORT": "0"},
+        {"MOONTIDE_ADMIN_PORT": "x"},
+        {"MOONTIDE_MAX_HELD": "-1"},
+        {"MOONTIDE_STORE_TIMEOUT_SECONDS": "nan"},
+        {"MOONTIDE_KEY_NAMESPACE": "a@b"},
+    ):
+        with pytest.raises(settings.SettingsError, match=next(iter(env))):
+            settings.load(env)
+
+
+def test_plugin_is_inert_unless_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AssertionError("patches were applied")
+
+    monkeypatch.setattr(plugin.PATCHES, "apply", fail)
+    for value in ("", "0", "true"):
+        monkeypatch.setenv("MOONTIDE_ENABLED", value)
+        plugin.register()
+    monkeypatch.setenv("MOONTIDE_ENABLED", "1")
+    with pytest.raises(AssertionError):
+        plugin.register()
+
+
+@pytest.mark.parametrize("value", ["", "@", "a@", ".*", "a b", "-a", "a/b", None, 1, "a" * 300])
+def test_what_cannot_be_a_namespace(value: object) -> None:
+    assert not is_namespace(value)
+
+
+def test_pattern_matches_one_namespace_alone() -> None:
+    uid = "6f1c0f0e-3a55-4a0e-9d1f-2a5b7f1c9e11"
+    found = re.compile(pattern(uid))
+    assert found.search(f"{uid}@tiny@tp_rank:0")
+    for other in (f"x{uid}@tiny", f"{uid}x@tiny", f"tiny@{uid}@", uid):
+        assert not found.search(other)
+    assert not re.search(pattern("a.b"), "axb@tiny")
+    with pytest.raises(ValueError, match="namespace"):
+        pattern("")
+
+
+def test_log_lines_are_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr(os, "write", lambda fd, data: written.append(data) or len(data))
+    jsonlog.log("gate", state="open", text="two\nlines", other=Path("/x"))
+    assert written[0].count(b"\n") == 1
+    line = json.loads(written[0])
+    assert (line["event"], line["state"], line["text"], line["other"]) == ("gate", "open", "two\nlines", "/x")

@@ -1,0 +1,227 @@
+"""The wiper with its real HTTP server and its real child process; only the native store client is a fake."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moontide_engine
+from moontide_engine.wiper import Config, Wiper, count_keys, make_server
+
+# Behaves as the file beside it says, read anew for each call.
+STORE = """
+import pathlib, time
+CONTROL = pathlib.Path(__file__).with_name("control")
+def act(step):
+    with open(CONTROL.with_name("log"), "a") as log:
+        log.write(step + "\\n")
+    word = dict(line.split("=") for line in CONTROL.read_text().split()).get(step.split()[0], "0")
+    if word == "hang":
+        time.sleep(60)
+    if word == "die":
+        raise SystemExit(1)
+    return int(word)
+class MooncakeDistributedStore:
+    def setup(self, host, meta, segment, buffer, protocol, devices, master):
+        assert (segment, buffer) == (0, 0)
+        return act("setup")
+    def remove_by_regex(self, pattern, force):
+        assert force is True
+        return act("remove " + pattern)
+"""
+
+
+class Store:
+    """Control of the fake store, and a listener in the master's place."""
+
+    def __init__(self, folder: Path) -> None:
+        package = folder / "mooncake"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        (package / "store.py").write_text(STORE)
+        self._control = package / "control"
+        self._log = package / "log"
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.behave()
+
+    def behave(self, **words: str) -> None:
+        self._control.write_text("\n".join(f"{step}={word}" for step, word in words.items()))
+
+    @property
+    def log(self) -> list[str]:
+        return self._log.read_text().splitlines() if self._log.exists() else []
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    source = Path(moontide_engine.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{source}")
+    made = Store(tmp_path)
+    yield made
+    made.listener.close()
+
+
+@pytest.fixture
+def wiper(store: Store) -> Iterator[Wiper]:
+    made = Wiper(store.address)
+    yield made
+    made.close()
+
+
+def test_removes_what_belongs_to_the_namespace(store: Store, wiper: Wiper) -> None:
+    store.behave(remove="12")
+    answer = wiper.wipe("ns-1", 10)
+    assert (answer["success"], answer["removed"], answer["code"], answer["reason"]) == (True, 12, 12, "Done")
+    store.behave(remove="0")
+    assert wiper.wipe("ns-1", 10)["removed"] == 0
+    assert store.log == ["setup", "remove ^ns-1@", "remove ^ns-1@"]
+
+
+def test_a_negative_code_is_no_success_and_the_next_call_works(store: Store, wiper: Wiper) -> None:
+    store.behave(remove="-900")
+    answer = wiper.wipe("ns", 10)
+    assert (answer["success"], answer["removed"], answer["code"]) == (False, None, -900)
+    store.behave(remove="3")
+    assert wiper.wipe("ns", 10)["removed"] == 3
+
+
+def test_a_client_that_lost_its_master_is_replaced_within_the_call(store: Store, wiper: Wiper) -> None:
+    assert wiper.wipe("ns", 10)["success"] is True
+    store.behave(remove="die")
+    answer = wiper.wipe("ns", 10)
+    assert answer["success"] is False
+    # The old client was tried, then a new one; a new one that fails at once is not tried again.
+    assert store.log.count("setup") == 2
+    assert store.log.count("remove ^ns@") == 3
+
+
+@pytest.mark.parametrize("step", ["setup", "remove"])
+def test_a_store_that_hangs_is_bounded_and_the_next_call_works(store: Store, wiper: Wiper, step: str) -> None:
+    store.behave(**{step: "hang"})
+    began = time.monotonic()
+    answer = wiper.wipe("ns", 1.0)
+    assert time.monotonic() - began < 2.5
+    assert (answer["success"], answer["reason"], answer["removed"]) == (False, "StoreTimeout", None)
+    store.behave(remove="4")
+    assert wiper.wipe("ns", 10)["removed"] == 4
+
+
+def test_a_setup_that_fails_is_no_success(store: Store, wiper: Wiper) -> None:
+    store.behave(setup="-1")
+    answer = wiper.wipe("ns", 10)
+    assert (answer["success"], answer["code"]) == (False, -1)
+
+
+def test_a_master_that_is_gone_is_known_at_once(store: Store, wiper: Wiper) -> None:
+    store.listener.close()
+    began = time.monotonic()
+    answer = wiper.wipe("ns", 30)
+    assert time.monotonic() - began < 2
+    assert (answer["success"], answer["reason"]) == (False, "StoreUnavailable")
+
+
+def test_warm_connects_ahead(store: Store, wiper: Wiper) -> None:
+    wiper.warm()
+    assert store.log == ["setup"]
+    wiper.warm()
+    wiper.wipe("ns", 10)
+    assert store.log == ["setup", "remove ^ns@"]
+
+
+def call(url: str, body: bytes | None = None, token: str | None = "t1") -> tuple[int, Any]:
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    request = urllib.request.Request(url, body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+@pytest.fixture
+def base(store: Store, wiper: Wiper, tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "token").write_text("t1\nt2\n")
+    config = Config("127.0.0.1", 0, str(tmp_path / "token"), store.address, "http://127.0.0.1:9")
+    server = make_server(config, wiper)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_http(base: str, store: Store) -> None:
+    store.behave(remove="5")
+    assert call(f"{base}/healthz", token=None) == (200, {"ok": True})
+    body = b'{"namespace": "ns", "timeoutSeconds": 10}'
+    for token in ("t1", "t2"):
+        status, answer = call(f"{base}/moontide/v1/wipe", body, token)
+        assert (status, answer["success"], answer["removed"]) == (200, True, 5)
+
+
+@pytest.mark.parametrize("token", [None, "", "wrong", "t1 t2"])
+@pytest.mark.parametrize("path", ["/moontide/v1/wipe", "/moontide/v1/keys?namespace=ns", "/nothing"])
+def test_http_needs_the_token(base: str, store: Store, token: str | None, path: str) -> None:
+    for body in (None, b'{"namespace": "ns", "timeoutSeconds": 1}'):
+        status, answer = call(base + path, body, token)
+        assert (status, answer["success"]) == (401, False)
+    assert store.log == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"namespace": "ns"}',
+        b'{"timeoutSeconds": 1}',
+        b'{"namespace": "", "timeoutSeconds": 1}',
+        b'{"namespace": ".*", "timeoutSeconds": 1}',
+        b'{"namespace": "ns", "timeoutSeconds": 0}',
+        b'{"namespace": "ns", "timeoutSeconds": true}',
+        b'{"namespace": "ns", "timeoutSeconds": 1, "force": true}',
+    ],
+)
+def test_http_refuses_other_bodies(base: str, store: Store, body: bytes) -> None:
+    status, answer = call(f"{base}/moontide/v1/wipe", body)
+    assert (status, answer["success"], answer["reason"]) == (400, False, "BadRequest")
+    assert store.log == []
+
+
+def test_keys_are_counted_from_the_masters_listing() -> None:
+    class Master(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/get_all_keys"
+            data = b"ns@a\nns@b\nns2@a\nx-ns@a\nother@a\n"
+            self.send_response(200)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Master) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        metrics = f"http://127.0.0.1:{server.server_address[1]}"
+        assert count_keys(metrics, "ns", 5)["keys"] == 2
+        assert count_keys(metrics, "nothing", 5)["keys"] == 0
+        server.shutdown()
+        thread.join()
+    answer = count_keys(metrics, "ns", 5)
+    assert (answer["success"], answer["keys"]) == (False, None)
