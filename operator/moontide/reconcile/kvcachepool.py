@@ -106,6 +106,17 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     return SERVING_SECONDS if verdict.status == "True" else STARTING_SECONDS
 
 
+async def _apply(ctx: Context, pool: Resource[KVCachePool]) -> tuple[status.Verdict, float] | None:
+    """Apply the children. None when it is done; else what to say, and the seconds until the next try."""
+    try:
+        await ctx.kube.apply(*children(ctx, pool))
+    except InvalidSpec as error:
+        return status.Verdict(READY, "False", error.reason, error.message), ctx.config.resync_seconds
+    except Retry as error:
+        return status.Verdict(READY, "False", "ApplyFailed", error.reason), error.after
+    return None
+
+
 def children(ctx: Context, pool: Resource[KVCachePool]) -> tuple[k8s.V1Secret, k8s.V1Service, k8s.V1Deployment]:
     """The pool's children, in the order in which they are applied."""
     name, namespace, owner = pool.meta.name, pool.meta.namespace, pool.owner_reference()

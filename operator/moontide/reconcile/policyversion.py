@@ -61,23 +61,28 @@ async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
     if not plan.actions:
         return None if plan.requeue_after == 0.0 else plan.requeue_after
 
-    results = await _act(ctx, policy, plan.status.epoch, list(plan.actions))
+    results = await _act(ctx, policy, plan.status, list(plan.actions))
     after = barrier.record(plan.status, results, ctx.now())
     if after != plan.status:
         await ctx.kube.apply_policy_status(meta.namespace, meta.name, after, uid=meta.uid)
     return None if any(result.success for result in results) else plan.requeue_after
 
 
-async def _act(ctx: Context, policy: Resource[PolicyVersion], epoch: int, actions: list[Action]) -> list[Result]:
-    """Carry the actions out side by side, one result each, in order."""
+async def _act(
+    ctx: Context, policy: Resource[PolicyVersion], status: PolicyVersionStatus, actions: list[Action]
+) -> list[Result]:
+    """Carry the actions out side by side, one result each, in order. A failure that goes on is told once."""
+    epoch = status.epoch
+    known = {(failure.replica, failure.step, failure.reason) for failure in status.failures}
     results: list[Result] = await fan_out(actions, lambda action: perform(ctx, policy.meta.namespace, action))
     for result in results:
-        action, level = result.action, logging.INFO if result.success else logging.WARNING
+        action = result.action
         replica = f"store of {action.fleet.name}" if isinstance(action, Wipe) else action.replica.name
         step = action.step if isinstance(action, Command) else Step.WIPE if isinstance(action, Wipe) else Step.REPLACE
         outcome = "done" if result.success else f"{result.reason}: {result.message}"
+        told = (replica, step.value, result.reason) in known
         logger.log(
-            level,
+            logging.INFO if result.success else logging.DEBUG if told else logging.WARNING,
             "%s %s: %s",
             step.value,
             replica,
@@ -90,7 +95,7 @@ async def _act(ctx: Context, policy: Resource[PolicyVersion], epoch: int, action
             await ctx.kube.event(policy, "ReplicaClosed", f"{replica}: {action_reason(action)}", "Warning")
         elif step is Step.ADMIT and result.success:
             await ctx.kube.event(policy, "ReplicaAdmitted", f"{replica} is admitted to epoch {epoch}")
-        elif not result.success and result.reason not in barrier.WAITED_FOR:
+        elif not result.success and not told and result.reason not in barrier.WAITED_FOR:
             await ctx.kube.event(policy, "StepFailed", f"{step.value} {replica}: {result.reason}", "Warning")
     return results
 
