@@ -553,7 +553,7 @@ async def test_drain_waits_for_requests_that_only_wait_for_their_transfer(plane:
     await plane.open(1)
     await plane.succeed("quiesce", 2)
     plane.engine.settling = 1
-    status, answer = await plane.command("drain", 2, timeoutSeconds=0.05)
+    _, answer = await plane.command("drain", 2, timeoutSeconds=0.05)
     assert (answer["success"], answer["reason"]) == (False, "StoreBusy")
 
 
@@ -580,7 +580,7 @@ async def test_reset_does_not_count_while_a_request_is_on_its_way(plane: Plane) 
     client = plane.request()
     await plane.settle()
     await plane.command("quiesce", 2, timeoutSeconds=0.05)
-    status, answer = await plane.command("reset", 2, timeoutSeconds=0.05)
+    _, answer = await plane.command("reset", 2, timeoutSeconds=0.05)
     assert answer["success"] is False
     assert "reset_prefix" not in plane.engine.calls
     plane.app.release.set()
