@@ -11,8 +11,8 @@ from hack.demo.fleet import MAX_TOKENS, Answer
 from hack.demo.kube import Kube, KubeError, Object, wait
 from hack.demo.say import Voice
 
-LOGPROB_TOLERANCE = 0.05
-"""Largest difference of log-probs that batching and the split of a prompt into blocks make in bfloat16."""
+LOGPROB_TOLERANCE = 0.01
+"""Allowed difference of log-probs: batches and the split of a prompt into blocks round differently; 0.0003 was seen."""
 _POD = "cold-engine"
 _SECONDS = 400.0
 

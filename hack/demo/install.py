@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from moontide import naming
 
 RELEASE = "moontide"
 SYSTEM_NAMESPACE = "moontide-system"
+NAMESPACE = "moontide-demo"
+VOLUME = "moontide-demo-models"
 CLAIM = "tiny-models"
 EXAMPLES = repository_root() / "examples" / "demo"
 KINDS = "kvp,ifd,polv"
@@ -109,11 +112,25 @@ def manifests(models: Path | None) -> list[Object]:
 def examples(target: Target, voice: Voice) -> Fleet:
     """Apply the demo's objects; does not wait for them."""
     objects = manifests(_models(target, voice))
-    if target.mode == "current" and target.kube.find("pvc", CLAIM, "moontide-demo") is not None:
+    if target.mode == "current" and target.kube.find("pvc", CLAIM, NAMESPACE) is not None:
         objects = [each for each in objects if not each["kind"].startswith("PersistentVolume")]
+    _clear_stale_volume(target, objects, voice)
     target.kube.apply(*objects)
     voice.say(f"applied {', '.join(names(objects))}")
-    return Fleet(target.kube, target.reach(), "moontide-demo")
+    return Fleet(target.kube, target.reach(), NAMESPACE)
+
+
+def _clear_stale_volume(target: Target, objects: list[Object], voice: Voice) -> None:
+    """A volume of an earlier run whose claim is gone, or with other weights, cannot be changed, only made anew."""
+    wanted = next((each for each in objects if each["kind"] == "PersistentVolume"), None)
+    text = target.kube.run("get", "pv", VOLUME, "--ignore-not-found", "--output", "json")
+    if wanted is None or not text.strip():
+        return
+    there = json.loads(text)
+    same = there["spec"].get("hostPath", {}).get("path") == wanted["spec"]["hostPath"]["path"]
+    if not same or there["status"].get("phase") in ("Released", "Failed"):
+        voice.say("an earlier run left a volume that does not fit; its objects are removed first")
+        remove(target, voice)
 
 
 def _models(target: Target, voice: Voice) -> Path | None:
@@ -147,17 +164,18 @@ def ready(fleet: Fleet, version: str, voice: Voice, seconds: float = _READY_SECO
     seen: dict[str, str] = {}
     events: set[str] = set()
 
-    def note(key: str, text: str) -> None:
+    def note(key: str, text: str, more: str = "") -> None:
+        # What follows after `text` counts seconds and the like: it is shown, but its change alone is no news.
         if seen.get(key) != text:
             seen[key] = text
-            voice.say(f"  {key}: {text}")
+            voice.say(f"  {key}: {text} {more}".rstrip())
 
     def look() -> bool:
         objects = {each["kind"]: each for each in fleet.kube.list(KINDS, fleet.namespace)}
         for kind_name, each in objects.items():
             for found in conditions(each):
                 detail = f" ({found['reason']})" if found.get("reason") else ""
-                note(f"{kind_name} {found['type']}", f"{found['status']}{detail} {found.get('message', '')}".rstrip())
+                note(f"{kind_name} {found['type']}", f"{found['status']}{detail}", found.get("message", ""))
         for pod in fleet.kube.list("pods", fleet.namespace):
             note(f"pod {pod['metadata']['name']}", pod_state(pod))
         for event in fleet.kube.list("events", fleet.namespace):
@@ -199,9 +217,9 @@ def pod_state(pod: Object) -> str:
 
 def remove(target: Target, voice: Voice) -> None:
     """Take away what `examples` applied."""
-    target.kube.run("delete", KINDS, "--all", "--namespace", "moontide-demo", "--timeout=120s", timeout=150)
-    target.kube.run("delete", "namespace", "moontide-demo", "--ignore-not-found", "--timeout=120s", timeout=150)
-    target.kube.run("delete", "pv", "moontide-demo-models", "--ignore-not-found", "--timeout=60s")
+    target.kube.run("delete", KINDS, "--all", "--namespace", NAMESPACE, "--timeout=120s", timeout=150)
+    target.kube.run("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=120s", timeout=150)
+    target.kube.run("delete", "pv", VOLUME, "--ignore-not-found", "--timeout=60s")
     voice.say("the demo's objects are gone")
 
 
