@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
@@ -11,7 +12,7 @@ from moontide.engines.client import fan_out, send, wipe, wipe_without_store
 from moontide.errors import Retry
 from moontide.kube.client import Resource
 from moontide.planning import barrier
-from moontide.planning.model import Action, Command, Fleet, Observed, Replace, Replica, Result, Step, Wipe
+from moontide.planning.model import Action, Command, Fleet, Observed, Plan, Replace, Replica, Result, Step, Wipe
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
 
@@ -55,17 +56,25 @@ async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
         meta.namespace, meta.name, plan.status, uid=meta.uid
     ):
         return GONE_SECONDS
-    for note in plan.notes:
-        logger.info(note.message, extra=_fields(policy, plan.status.epoch, step=note.reason))
-        await ctx.kube.event(policy, note.reason, note.message, "Warning" if note.warning else "Normal")
-    if not plan.actions:
-        return None if plan.requeue_after == 0.0 else plan.requeue_after
-
-    results = await _act(ctx, policy, plan.status, list(plan.actions))
+    # Events tell people; the pause does not wait for them.
+    telling = asyncio.ensure_future(_tell(ctx, policy, plan))
+    try:
+        if not plan.actions:
+            return None if plan.requeue_after == 0.0 else plan.requeue_after
+        results = await _act(ctx, policy, plan.status, list(plan.actions))
+    finally:
+        await telling
     after = barrier.record(plan.status, results, ctx.now())
     if after != plan.status:
         await ctx.kube.apply_policy_status(meta.namespace, meta.name, after, uid=meta.uid)
     return None if any(result.success for result in results) else plan.requeue_after
+
+
+async def _tell(ctx: Context, policy: Resource[PolicyVersion], plan: Plan) -> None:
+    """Log the plan's notes and leave them as Events."""
+    for note in plan.notes:
+        logger.info(note.message, extra=_fields(policy, plan.status.epoch, step=note.reason))
+        await ctx.kube.event(policy, note.reason, note.message, "Warning" if note.warning else "Normal")
 
 
 async def _act(
@@ -93,11 +102,16 @@ async def _act(
             await ctx.kube.event(policy, "ReplicaReplaced", f"{replica}: {action.message}", "Warning")
         elif step is Step.CLOSE and result.success:
             await ctx.kube.event(policy, "ReplicaClosed", f"{replica}: {action_reason(action)}", "Warning")
-        elif step is Step.ADMIT and result.success:
+        elif step is Step.ADMIT and result.success and _was_closed(action):
             await ctx.kube.event(policy, "ReplicaAdmitted", f"{replica} is admitted to epoch {epoch}")
         elif not result.success and not told and result.reason not in barrier.WAITED_FOR:
             await ctx.kube.event(policy, "StepFailed", f"{step.value} {replica}: {result.reason}", "Warning")
     return results
+
+
+def _was_closed(action: Action) -> bool:
+    """Whether an admission is of a newcomer: those of a barrier are told by the barrier's own Events."""
+    return isinstance(action, Command) and action.replica.status is not None and action.replica.status.state == "closed"
 
 
 def action_reason(action: Action) -> str:
