@@ -73,6 +73,7 @@ def main() -> int:
         print(f"{name}: median {medians[name]:.0f} ms, {span}, {len(values)} changes")
     print(f"load / idle = {medians['load'] / medians['idle']:.2f}")
     print(f"worst / median under load = {max(pauses['load']) / medians['load']:.2f}")
+    fleet.close()
     return 0
 
 

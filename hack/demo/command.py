@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, voice: Voice) -> int:
             return 0
         summary = story.tell(fleet, ENGINE_IMAGE, voice, references=options.references)
     finally:
-        fleet.reach.close()
+        fleet.close()
     if options.keep:
         voice.say("the fleet stays; `make cluster-down` ends everything")
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,7 +58,7 @@ class Replica:
         self.uid: str = pod["metadata"]["uid"]
         self._reach = reach
         self._token = token
-        self._local = threading.local()
+        self._http = httpx.Client(timeout=ASK_SECONDS, trust_env=False)
 
     @property
     def inference(self) -> str:
@@ -71,19 +70,9 @@ class Replica:
         """Base URL of the admin port."""
         return self._reach.url(self.pod, naming.ADMIN_PORT)
 
-    @property
-    def _http(self) -> httpx.Client:
-        # A client a thread: one connection each, kept alive.
-        if not hasattr(self._local, "client"):
-            self._local.client = httpx.Client(timeout=ASK_SECONDS, trust_env=False)
-        client: httpx.Client = self._local.client
-        return client
-
     def close(self) -> None:
-        """Close the calling thread's connection."""
-        if hasattr(self._local, "client"):
-            self._local.client.close()
-            del self._local.client
+        """Close its connections."""
+        self._http.close()
 
     def ask(self, model: str, number: int, prompt: str, *, tokens: int = MAX_TOKENS, salt: str | None = None) -> Answer:
         """A greedy answer of exactly ``tokens`` tokens. A ``salt`` of one's own shares no cached block with anybody."""
@@ -235,6 +224,12 @@ class Fleet:
             raise KubeError(f"pool {self.pool} has no running master")
         return Store(running[0], self.reach, self.kube.secret(naming.wiper_secret(self.pool), "token", self.namespace))
 
+    def close(self) -> None:
+        """Close every connection and end what was started to reach pods."""
+        for replica in self._known.values():
+            replica.close()
+        self.reach.close()
+
     @property
     def key_namespace(self) -> str:
         """The prefix of this fleet's keys in the store: its UID."""
@@ -252,11 +247,5 @@ class Fleet:
 def push_weights(replicas: Sequence[Replica], path: str, version: str) -> dict[str, float]:
     """Push to every replica at once; seconds by replica. Raises the first failure."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=len(replicas)) as pool:
-
-        def push(replica: Replica) -> float:
-            try:
-                return replica.push_weights(path, version)
-            finally:
-                replica.close()
-
-        return dict(zip([each.name for each in replicas], pool.map(push, replicas), strict=True))
+        seconds = pool.map(lambda each: each.push_weights(path, version), replicas)
+        return dict(zip([each.name for each in replicas], seconds, strict=True))

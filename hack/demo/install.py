@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hack.cluster.access import Access
 from hack.cluster.progress import Progress
 from hack.cluster.settings import repository_root
 from hack.demo.fleet import Fleet
-from hack.demo.kube import Kube, KubeError, Object, conditions, holds, is_current, names, wait
+from hack.demo.kube import Kube, KubeError, Object, conditions, holds, is_current, moment, names, wait
 from hack.demo.reach import Direct, Forwarded, Reach
 from hack.demo.say import Voice
 from hack.setup import steps
@@ -163,6 +164,7 @@ def ready(fleet: Fleet, version: str, voice: Voice, seconds: float = _READY_SECO
     """Wait until pool, fleet and policy say that they serve ``version``; every change seen meanwhile is printed."""
     seen: dict[str, str] = {}
     events: set[str] = set()
+    began = time.time() - 30.0
 
     def note(key: str, text: str, more: str = "") -> None:
         # What follows after `text` counts seconds and the like: it is shown, but its change alone is no news.
@@ -180,7 +182,9 @@ def ready(fleet: Fleet, version: str, voice: Voice, seconds: float = _READY_SECO
             note(f"pod {pod['metadata']['name']}", pod_state(pod))
         for event in fleet.kube.list("events", fleet.namespace):
             key = event["metadata"]["uid"] + str(event.get("count", ""))
-            if key not in events and event.get("type") == "Warning" and "Unhealthy" not in event.get("reason", ""):
+            at = event.get("lastTimestamp") or event.get("eventTime")
+            news = key not in events and at is not None and moment(at) >= began
+            if news and event.get("type") == "Warning" and "Unhealthy" not in event.get("reason", ""):
                 voice.say(f"  warning: {event['involvedObject']['name']}: {event['reason']}: {event['message'][:200]}")
             events.add(key)
         return (

@@ -96,5 +96,3 @@ class Load:
                 self._idle.notify_all()
             if answer.status != 200:
                 time.sleep(_PAUSE_AFTER_FAILURE_SECONDS)
-        for replica in self._replicas:
-            replica.close()

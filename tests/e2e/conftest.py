@@ -27,8 +27,8 @@ from hack.demo.say import Voice
 
 DEMO_SECONDS = 1500
 REUSE = "MOONTIDE_E2E_REUSE"
-"""Set it to work on single tests with the fleet that `make demo ARGS="--keep --references artifacts/cold-references.json"`
-left. The tests of the demo itself then fail: nothing is called good that did not run."""
+"""Set it to work on single tests with the fleet of a `make demo` with --keep and --references (see below).
+The tests of the demo itself then fail: nothing is called good that did not run."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def session_fleet(target: Target) -> Iterator[Fleet]:
     """The demo's fleet."""
     fleet = Fleet(target.kube, target.reach(), "moontide-demo")
     yield fleet
-    fleet.reach.close()
+    fleet.close()
 
 
 @pytest.fixture
