@@ -11,8 +11,9 @@ from hack.demo.fleet import MAX_TOKENS, Answer
 from hack.demo.kube import Kube, KubeError, Object, wait
 from hack.demo.say import Voice
 
-LOGPROB_TOLERANCE = 0.01
-"""Allowed difference of log-probs: batches and the split of a prompt into blocks round differently; 0.0003 was seen."""
+LOGPROB_TOLERANCE = 0.05
+"""Allowed difference of log-probs. Logits are bfloat16: one step of rounding between 2 and 4 is 0.0156, and another
+batch or another split of a prompt into blocks moves a value by one such step (0.0155 was seen in right answers)."""
 _POD = "cold-engine"
 _SECONDS = 400.0
 
