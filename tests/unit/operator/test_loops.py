@@ -29,7 +29,7 @@ async def _make() -> AsyncIterator[Make]:
         await loops.stop()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -63,14 +63,14 @@ async def test_start_runs_once_then_rests(make: Make) -> None:
 
 async def test_wake_runs_again_and_a_burst_runs_once(make: Make) -> None:
     seen = Recorder()
-    loops = make(seen, gap=0.02)
+    loops = make(seen, gap=0.2)
     loops.start(KEY)
     await until(lambda: len(seen.runs) == 1)
     for _ in range(50):
         loops.wake(KEY)
         await asyncio.sleep(0)
     await until(lambda: len(seen.runs) == 2)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.25)
     assert len(seen.runs) == 2
 
 
@@ -191,11 +191,13 @@ async def test_wakes_do_not_make_a_failing_reconcile_spin(make: Make) -> None:
     seen.errors = [RuntimeError("down") for _ in range(1000)]
     loops = make(seen, base=0.05, limit=5.0)
     loops.start(KEY)
-    ends = asyncio.get_running_loop().time() + 0.12
-    while asyncio.get_running_loop().time() < ends:
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    while clock() < began + 0.12:
         loops.wake(KEY)
         await asyncio.sleep(0.001)
-    assert 1 <= len(seen.runs) <= 4
+    # The shortest delay is half of twice the base.
+    assert 1 <= len(seen.runs) <= 2 + (clock() - began) / 0.05
 
 
 async def test_invalid_spec_waits_for_a_new_one(make: Make) -> None:
