@@ -71,7 +71,7 @@ class Kubectl:
         return found
 
 
-def wait_for(what: str, look: Callable[[], Any], seconds: float = 20.0) -> Any:
+def wait_for(what: str, look: Callable[[], Any], seconds: float = 60.0) -> Any:
     """The first truthy result of ``look``; fails after ``seconds``, with the last thing it saw."""
     ends = time.monotonic() + seconds
     while True:
@@ -168,7 +168,7 @@ class Operator:
         with self._log.open("ab") as log:
             command = [sys.executable, "-m", "moontide"]
             self._process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, cwd=self._log.parent)
-        wait_for("the operator is ready", lambda: self.http(self.metrics_port, "/readyz") == 200, 40)
+        wait_for("the operator is ready", lambda: self.http(self.metrics_port, "/readyz") == 200, 120)
 
     def http(self, port: int, path: str) -> int:
         """The status that the operator answers with; 0 while it does not answer."""

@@ -136,19 +136,19 @@ def test_scale_subresource(kubectl: Any, fleet: str, wait_for: Any) -> None:
 
 def test_drift_is_repaired(kubectl: Any, fleet: str, wait_for: Any) -> None:
     kubectl("scale", "deployment", "chat", "-n", fleet, "--replicas=5")
-    wait_for("replicas", lambda: kubectl.must_get("deployment", "chat", fleet)["spec"]["replicas"] == 2, 5)
+    wait_for("replicas", lambda: kubectl.must_get("deployment", "chat", fleet)["spec"]["replicas"] == 2, 20)
     patch = {"spec": {"selector": {"moontide.dev/deployment": "elsewhere"}}}
     kubectl("patch", "service", "chat", "-n", fleet, "--type=merge", "-p", json.dumps(patch))
     wait_for(
         "the Service's selector",
         lambda: kubectl.must_get("service", "chat", fleet)["spec"]["selector"]["moontide.dev/deployment"] == "chat",
-        5,
+        20,
     )
     kubectl("patch", "configmap", "chat-mooncake", "-n", fleet, "--type=merge", "-p", '{"data":{"mooncake.json":"{}"}}')
     wait_for(
         "the configuration",
         lambda: "P2PHANDSHAKE" in kubectl.must_get("configmap", "chat-mooncake", fleet)["data"]["mooncake.json"],
-        5,
+        20,
     )
     kubectl("patch", "secret", "chat-admin", "-n", fleet, "--type=merge", "-p", '{"data":{"token":"eA=="}}')
     wait_for(
@@ -180,7 +180,7 @@ def test_at_rest_nothing_is_written(kubectl: Any, operator: Any, fleet: str, wai
         before, last = last, versions()
         return before == last
 
-    wait_for("rest", settled, 30)
+    wait_for("rest", settled, 120)
     time.sleep(6)
     assert versions() == last
 
@@ -207,7 +207,7 @@ def test_missing_pool_is_a_condition_and_nothing_is_started(
     assert [(each["type"], each["involvedObject"]["name"]) for each in warnings] == [("Warning", "chat")]
 
     kubectl.apply(_pool(namespace))
-    wait_for("the fleet starts", lambda: kubectl.get("deployment", "chat", namespace), 8)
+    wait_for("the fleet starts", lambda: kubectl.get("deployment", "chat", namespace), 30)
 
 
 def test_a_pool_that_goes_changes_nothing_that_runs(kubectl: Any, fleet: str, wait_for: Any, condition: Any) -> None:
@@ -335,7 +335,7 @@ def test_deletion_leaves_nothing_and_does_not_hang(
             kubectl("delete", kind, name, "-n", fleet, "--timeout=10s")
             assert kubectl.get(kind, name, fleet) is None
         for kind, name in ALL:
-            wait_for(f"{kind} {name} is gone", lambda kind=kind, name=name: kubectl.get(kind, name, fleet) is None, 40)
+            wait_for(f"{kind} {name} is gone", lambda kind=kind, name=name: kubectl.get(kind, name, fleet) is None, 120)
     finally:
         if not running:
             operator.start()
@@ -351,8 +351,8 @@ def test_a_recreated_resource_gets_new_tokens(kubectl: Any, fleet: str, wait_for
     before, body = token(), _fleet(fleet, replicas=2)
     kubectl("delete", "ifd", "chat", "-n", fleet)
     kubectl.apply(body)
-    wait_for("a new token", lambda: token() not in (None, before), 40)
-    wait_for("the fleet is back", lambda: kubectl.get("deployment", "chat", fleet), 40)
+    wait_for("a new token", lambda: token() not in (None, before), 120)
+    wait_for("the fleet is back", lambda: kubectl.get("deployment", "chat", fleet), 120)
 
 
 def test_a_killed_operator_comes_back_with_the_same_key(kubectl: Any, operator: Any, fleet: str, wait_for: Any) -> None:

@@ -68,7 +68,7 @@ def test_one_namespace_with_a_role(
             kubectl.apply({**FLEET, "metadata": {"name": "chat", "namespace": where}})
         wait_for("the fleet", lambda: kubectl.get("deployment", "chat", namespace))
         kubectl("scale", "deployment", "chat", "-n", namespace, "--replicas=3")
-        wait_for("drift", lambda: kubectl.must_get("deployment", "chat", namespace)["spec"]["replicas"] == 1, 5)
+        wait_for("drift", lambda: kubectl.must_get("deployment", "chat", namespace)["spec"]["replicas"] == 1, 20)
         assert kubectl.get("deployment", "chat", f"{namespace}-other") is None
         assert "forbidden" not in running.log().lower()
         running.stop()
