@@ -11,7 +11,7 @@ from hack.demo.fleet import MAX_TOKENS, Answer
 from hack.demo.kube import Kube, KubeError, Object, wait
 from hack.demo.say import Voice
 
-LOGPROB_TOLERANCE = 0.01
+LOGPROB_TOLERANCE = 0.001
 """Allowed difference of log-probs. The demo's engines compute in float32: in bfloat16 one step of rounding is 0.0156,
 and another batch or another split of a prompt into blocks moves right answers by up to three such steps."""
 _POD = "cold-engine"
