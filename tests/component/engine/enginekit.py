@@ -1,0 +1,377 @@
+"""Real vLLM processes on the CPU and a real Mooncake master, as the component tests of the engine use them.
+
+Runs in the engine's environment. Ports 18100 to 18199 of the loopback interface are ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MAKER = ROOT / "hack" / "tinymodels" / "make.py"
+MASTER_PORT, MASTER_METRICS = 18150, 18151
+WIPER_PORT = 18160
+NAMESPACE = "5f0c6f6e-2f0b-4a8e-9b59-3d1b6a1c7d10"
+TOKEN = "admin-token-of-the-tests"
+START_SECONDS = 400.0
+BLOCK = 32
+
+
+@dataclass
+class Process:
+    """A child in a process group of its own; the group ends with it."""
+
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    def signal(self, number: int) -> None:
+        """Signal every process of the group."""
+        os.killpg(self.popen.pid, number)
+
+    def end(self, seconds: float = 60.0) -> int:
+        """SIGTERM to the main process, SIGKILL to the group if that does not do in time. Exit code."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                self.popen.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self.signal(signal.SIGKILL)
+        code = self.popen.wait()
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        return code
+
+    def tail(self, lines: int = 40) -> str:
+        """Last lines of its output."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def spawn(command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+    """Start a command with nothing but this environment and a few basics."""
+    basics = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    with log.open("ab") as out:
+        popen = subprocess.Popen(
+            list(command),
+            env={**basics, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Process(popen, log)
+
+
+def wait_for(what: str, done: Callable[[], Any], seconds: float, process: Process | None = None) -> Any:
+    """Poll until it is truthy, and return that. Fails the test with the process's last output otherwise."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := done():
+            return value
+        if process is not None and process.popen.poll() is not None:
+            pytest.fail(f"{what}: the process ended with {process.popen.returncode}\n{process.tail()}")
+        time.sleep(0.05)
+    pytest.fail(f"{what}: not within {seconds:g} s" + (f"\n{process.tail()}" if process is not None else ""))
+
+
+def get(url: str, **more: Any) -> httpx.Response | None:
+    """GET, None if nobody answers."""
+    try:
+        return httpx.get(url, timeout=5, **more)
+    except httpx.TransportError:
+        return None
+
+
+class Master:
+    """The Mooncake master."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.process: Process | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it serves."""
+        url = f"http://127.0.0.1:{MASTER_METRICS}/health"
+        assert get(url) is None, f"something else listens on port {MASTER_METRICS}"
+        command = [
+            str(Path(sys.executable).with_name("mooncake_master")),
+            f"-rpc_port={MASTER_PORT}",
+            f"-metrics_port={MASTER_METRICS}",
+            "-client_ttl=4",
+        ]
+        self.process = spawn(command, {}, self._folder / "master.log")
+        wait_for("master", lambda: (r := get(url)) is not None and r.status_code == 200, 20, self.process)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self.process is not None
+        self.process.signal(signal.SIGKILL)
+        self.process.popen.wait()
+
+    def signal(self, number: int) -> None:
+        """Signal it."""
+        assert self.process is not None
+        self.process.signal(number)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys, by the master's own listing."""
+        answer = httpx.get(f"http://127.0.0.1:{MASTER_METRICS}/get_all_keys", timeout=10)
+        return [key for key in answer.text.split() if key.startswith(prefix)]
+
+    def segments(self) -> list[str]:
+        """Segments that clients lend."""
+        return httpx.get(f"http://127.0.0.1:{MASTER_METRICS}/get_all_segments", timeout=10).text.split()
+
+
+def engine_environment(folder: Path, number: int) -> dict[str, str]:
+    """Environment of one replica on this machine; the contract's variables are set, the plugin is on."""
+    scratch = folder / f"tmp{number}"
+    scratch.mkdir(exist_ok=True)
+    return {
+        "VLLM_HOST_IP": "127.0.0.1",
+        "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+        "MC_RPC_CONNECT_TIMEOUT_MS": "500",
+        "MC_RPC_TIMEOUT_MS": "2000",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+        "TMPDIR": str(scratch),
+        "MOONCAKE_CONFIG_PATH": str(folder / "mooncake.json"),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "MOONTIDE_ENABLED": "1",
+        "MOONTIDE_ADMIN_HOST": "127.0.0.1",
+        "MOONTIDE_ADMIN_PORT": str(18110 + number),
+        "MOONTIDE_ADMIN_TOKEN_FILE": str(folder / "token"),
+        "MOONTIDE_POD_UID": f"pod-{number}",
+        "MOONTIDE_KEY_NAMESPACE": NAMESPACE,
+        "MOONTIDE_WEIGHTS_VERSION": "weights-a",
+        "MOONTIDE_STORE_TIMEOUT_SECONDS": "6",
+    }
+
+
+def engine_command(model: Path, number: int, prefix: str = NAMESPACE) -> list[str]:
+    """Command of one replica. Single precision: in half, batching alone changes one greedy answer in twenty."""
+    transfer = {
+        "kv_connector": "MooncakeStoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"lookup_rpc_port": 18100 + number, "cache_prefix": prefix},
+    }
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", "tiny", "--dtype", "float32"),
+        *("--host", "127.0.0.1", "--port", str(18100 + number)),
+        *("--max-model-len", "2048", "--block-size", str(BLOCK), "--enforce-eager", "--shutdown-timeout", "60"),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]
+
+
+@dataclass
+class Answer:
+    """One completion."""
+
+    status: int
+    tokens: list[int]
+    finish: str
+    epoch: str | None
+    version: str | None
+    body: Any
+
+
+@dataclass
+class Replica:
+    """One engine and both of its ports."""
+
+    number: int
+    process: Process
+    boot_id: str = ""
+    at_start: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def inference(self) -> str:
+        """Base URL of the inference port."""
+        return f"http://127.0.0.1:{18100 + self.number}"
+
+    @property
+    def admin(self) -> str:
+        """Base URL of the admin port."""
+        return f"http://127.0.0.1:{18110 + self.number}"
+
+    def post(self, path: str, body: object = None, token: str | None = TOKEN, timeout: float = 90) -> httpx.Response:
+        """POST on the admin port."""
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        return httpx.post(self.admin + path, json=body, headers=headers, timeout=timeout)
+
+    def status(self) -> dict[str, Any]:
+        """The engine's own status."""
+        url = f"{self.admin}/moontide/v1/status"
+        answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=10)
+        assert answer.status_code == 200
+        status: dict[str, Any] = answer.json()
+        return status
+
+    def command(self, name: str, epoch: int, term: int = 1, **more: Any) -> tuple[int, dict[str, Any]]:
+        """One command of the contract."""
+        body: dict[str, Any] = {"term": term, "epoch": epoch, "bootId": self.boot_id}
+        if name in ("quiesce", "drain", "reset"):
+            body["timeoutSeconds"] = 60
+        if name == "quiesce":
+            body |= {"mode": "wait", "requestsDuringBarrier": "Queue", "ttlSeconds": 300}
+        answer = self.post(f"/moontide/v1/{name}", {**body, **more})
+        return answer.status_code, answer.json()
+
+    def succeed(self, name: str, epoch: int, **more: Any) -> dict[str, Any]:
+        """One command that must do what it says."""
+        status, answer = self.command(name, epoch, **more)
+        assert (status, answer["success"]) == (200, True), answer
+        return answer
+
+    def complete(self, prompt: str, tokens: int = 12) -> Answer:
+        """Greedy completion on the inference port."""
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = httpx.post(f"{self.inference}/v1/completions", json=body, timeout=120)
+        parsed = answer.json()
+        choice = parsed["choices"][0] if answer.status_code == 200 else {}
+        return Answer(
+            answer.status_code,
+            choice.get("token_ids") or [],
+            choice.get("finish_reason", ""),
+            answer.headers.get("x-moontide-epoch"),
+            answer.headers.get("x-moontide-version"),
+            parsed,
+        )
+
+    def counters(self) -> dict[str, float]:
+        """Prompt tokens that hit: ``local`` and ``external``."""
+        text = httpx.get(f"{self.inference}/metrics", timeout=10).text
+        names = {"local": "prefix_cache_hits_total", "external": "external_prefix_cache_hits_total"}
+        found = {}
+        for key, name in names.items():
+            values = re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
+            assert values, f"no metric {name}"
+            found[key] = sum(map(float, values))
+        return found
+
+    def hits(self, prompt: str) -> tuple[Answer, dict[str, float]]:
+        """A completion and the hits that it had. Nothing else may run."""
+        before = self.counters()
+        answer = self.complete(prompt)
+        after = self.counters()
+        return answer, {key: after[key] - before[key] for key in before}
+
+    def pids(self, title: str) -> list[int]:
+        """Processes of this replica with this title (EngineCore, Worker)."""
+        out = subprocess.run(
+            ["ps", "-o", "pid=,args=", "-g", str(self.process.popen.pid)], capture_output=True, text=True, check=True
+        ).stdout
+        return [int(line.split()[0]) for line in out.splitlines() if title in line]
+
+
+@dataclass
+class Fleet:
+    """The two replicas and their store, with an epoch that only goes up."""
+
+    folder: Path
+    models: dict[str, Path]
+    master: Master
+    replicas: tuple[Replica, Replica]
+    pool: ThreadPoolExecutor
+    epoch: int = 0
+
+    def next_epoch(self) -> int:
+        """An epoch that was never used."""
+        self.epoch += 1
+        return self.epoch
+
+    def wipe(self) -> None:
+        """Remove all keys behind the engines' back."""
+        done = run_store_script(f"print(store.remove_by_regex('^{NAMESPACE}@', True))")
+        assert int(done) >= 0
+
+    def load_weights(self, replica: Replica, which: str) -> None:
+        """What a trainer does: swap the weights, then say which they are."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self.models[which])}}
+        assert replica.post("/collective_rpc", body).status_code == 200
+        assert replica.post("/update_weight_version", {"new_version": f"weights-{which}"}).status_code == 200
+
+    def bump(self, weights: str = "a", wipe: bool = True) -> int:
+        """A whole barrier on both replicas, from whatever state they are in. The new epoch."""
+        epoch = self.next_epoch()
+        for replica in self.replicas:
+            replica.succeed("quiesce", epoch, mode="abort")
+        for replica in self.replicas:
+            replica.succeed("drain", epoch)
+        for replica in self.replicas:
+            if replica.status()["weightsVersion"] != f"weights-{weights}":
+                self.load_weights(replica, weights)
+            replica.succeed("reset", epoch)
+        if wipe:
+            self.wipe()
+        for replica in self.replicas:
+            replica.succeed("admit", epoch, version=f"v{epoch}")
+        for replica in self.replicas:
+            replica.succeed("resume", epoch)
+        return epoch
+
+    def saved(self, replica: Replica, prompt: str) -> None:
+        """Run a prompt and wait until its blocks are in the store."""
+        before = len(self.master.keys())
+        assert replica.complete(prompt).status == 200
+        wait_for("puts", lambda: len(self.master.keys()) > before, 10)
+        wait_for("puts to end", lambda: self._settled(replica), 10)
+
+    def _settled(self, replica: Replica) -> bool:
+        before = len(self.master.keys())
+        time.sleep(0.2)
+        return len(self.master.keys()) == before
+
+    def background(self, work: Callable[..., Answer], *args: Any) -> Future[Answer]:
+        """Run beside the test."""
+        return self.pool.submit(work, *args)
+
+
+_STORE_SCRIPT = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", {segment}, 16 << 20, "tcp", "", "127.0.0.1:{port}") == 0
+{body}
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def store_command(body: str, segment: int = 0) -> list[str]:
+    """Command that runs a few lines with a store client of its own."""
+    return [sys.executable, "-c", _STORE_SCRIPT.format(segment=segment, port=MASTER_PORT, body=body)]
+
+
+def run_store_script(body: str) -> str:
+    """Output of a few lines with a store client of its own."""
+    env = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
+    done = subprocess.run(store_command(body), env=env, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip().splitlines()[-1]
