@@ -90,7 +90,7 @@ def needs_epoch(
 
 def _holds_for_weights(spec: PolicyVersionSpec, replicas: list[Replica]) -> bool:
     """No replica that serves reports the wanted weights: a change would close the whole fleet, so it waits."""
-    serving = [r for r in replicas if r.status is not None and not r.newcomer]
+    serving = [r for r in replicas if not r.newcomer]
     if spec.weights == "Unchecked" or not serving:
         return False
     return all(r.status is None or r.status.weights_version != spec.label for r in serving)

@@ -219,6 +219,19 @@ def test_a_bump_before_the_weights_disturbs_nothing() -> None:
     assert world.status.epoch == 2
 
 
+def test_a_bump_before_the_weights_waits_for_replicas_that_do_not_answer_too() -> None:
+    world = settled()
+    for pod in world.pods:
+        pod.engine.hung = True
+    world.bump("2")
+    world.run()
+    assert world.status.epoch == 1
+    for pod in world.pods:
+        pod.engine.hung = False
+    world.run()
+    assert {(p.engine.state, p.engine.epoch) for p in world.pods} == {("open", 1)}
+
+
 def test_a_replica_without_the_new_weights_is_closed_and_the_others_serve() -> None:
     world = settled(3)
     world.pod(0).engine.weights = world.pod(1).engine.weights = "2"

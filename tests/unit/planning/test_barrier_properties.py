@@ -153,8 +153,9 @@ class Fleet(RuleBasedStateMachine):
             pod.engine.running = 0
             if pod.terminating:
                 world.remove(pod)
-        world.push_weights(str(world.spec.version))
         for _ in range(60):
+            # The trainer gives newcomers their weights too, those that replace a failed replica included.
+            world.push_weights(str(world.spec.version))
             self.check(world.turn().actions)
             world.serve()
             world.pass_time(0.1)
