@@ -61,6 +61,26 @@ class Verdict:
         )
 
 
+def explain(answer: Answer, by_version: Mapping[str, tuple[Cold, ...]]) -> str:
+    """For people: where a wrong answer leaves the reference, and how far off its log-probs were up to there.
+
+    Stale KV moves log-probs from the first token on; where they are equal up to the first other token, two tokens were
+    (nearly) as likely and the batch decided. This tells the two apart; it excuses neither.
+    """
+    reference = by_version[str(answer.version)][answer.prompt]
+    pairs = list(zip(answer.tokens, reference.tokens, strict=False))
+    first = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    drift = max(
+        (abs(a - b) for a, b in zip(answer.logprobs[:first], reference.logprobs[:first], strict=True)), default=0.0
+    )
+    others = [version for version, each in by_version.items() if each[answer.prompt].equals(answer)]
+    return (
+        f"prompt {answer.prompt} on {answer.replica}, version {answer.version}, epoch {answer.epoch}, "
+        f"{answer.cached} tokens cached: first other token at {first}, log-probs off by {drift:.4f} before it"
+        + (f"; it is the answer of version {', '.join(others)}" if others else "")
+    )
+
+
 def judge(answers: Iterable[Answer], by_version: Mapping[str, tuple[Cold, ...]], windows: Iterable[Window]) -> Verdict:
     """Hold every answer against the cold engine's for the version that the answer's own header claims.
 
