@@ -30,6 +30,9 @@ MAX_SECONDS = 86_400.0
 STATUS_TIMEOUT = 2.0
 ABORT_TIMEOUT = 10.0
 POLL_SECONDS = 0.01
+# Asking the workers makes each of them wait busily for a second (vLLM's shared-memory queue). An open engine's status
+# needs of them only whether the store is attached, so it asks this rarely.
+ATTACHED_SECONDS = 30.0
 
 Answer = dict[str, object]
 
@@ -136,6 +139,7 @@ class Commands:
         self._pod_uid = pod_uid
         self._key_namespace = key_namespace
         self._patches: Mapping[str, str] = {}
+        self._seen: tuple[float, list[RankQueue]] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._expiry: asyncio.TimerHandle | None = None
         # Pausing and resuming vLLM's scheduler: in the order in which the gate allowed them.
@@ -184,7 +188,7 @@ class Commands:
             async with asyncio.timeout(STATUS_TIMEOUT):
                 probe = await engine.probe()
                 weights = await engine.weights_version()
-                queues = await engine.queues()
+                queues = await self._seen_queues()
         except TimeoutError:
             fault = f"the engine did not answer within {STATUS_TIMEOUT:g} s"
         except Exception as error:
@@ -219,6 +223,15 @@ class Commands:
             "store": self._store(queues, fault),
             "keyNamespace": self._key_namespace,
         }
+
+    async def _seen_queues(self) -> list[RankQueue]:
+        """Store traffic for the status; of an open engine up to ``ATTACHED_SECONDS`` old."""
+        now = time.monotonic()
+        if self._gate.state is State.OPEN and self._seen is not None and now - self._seen[0] < ATTACHED_SECONDS:
+            return self._seen[1]
+        queues = await self._engine.queues()
+        self._seen = (now, queues)
+        return queues
 
     def _store(self, queues: list[RankQueue] | None, fault: str) -> Answer:
         configured = self._engine.store_configured

@@ -481,6 +481,19 @@ async def test_status_tells_everything(plane: Plane) -> None:
     assert status["keyNamespace"] == "ns"
 
 
+async def test_the_workers_of_an_open_engine_are_not_woken_by_every_status(plane: Plane) -> None:
+    await plane.open(5)
+    plane.engine.calls.clear()
+    for _ in range(3):
+        await plane.http.get("/moontide/v1/status")
+    assert plane.engine.calls.count("probe") == 3
+    assert plane.engine.calls.count("queues") == 1
+    await plane.command("close", 5, reason="Test")
+    for _ in range(2):
+        await plane.http.get("/moontide/v1/status")
+    assert plane.engine.calls.count("queues") == 3
+
+
 async def test_status_of_an_engine_that_hangs_is_bounded_and_says_so(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
