@@ -49,24 +49,42 @@ def _master_pods(fleet: Fleet) -> list[Object]:
     return fleet.kube.list("pods", fleet.namespace, labels.selector(labels.store_labels(fleet.pool)))
 
 
+def _images(pod: Object) -> set[str]:
+    """Images of a pod's, or a pod template's, containers."""
+    return {str(container["image"]) for container in pod["spec"]["containers"]}
+
+
 def test_dead_master_holds_the_change_and_says_why(fleet: Fleet, texts: Prompts, references: References) -> None:
     prompts = dict(enumerate(texts.kept))
     for number, text in prompts.items():
         assert fleet.replicas()[0].ask(fleet.model, number, text).status == 200
     epoch = int(fleet.get_policy()["status"]["epoch"])
     dead = fleet.store().pod
-    # An image that does not exist keeps the master away after the kill.
+    # An image that does not exist keeps the master away after the kill, once the Deployment knows of it: killed before
+    # that, it would come back with the good image, empty, and the change would rightly finish.
     fleet.kube.merge("kvp", fleet.pool, fleet.namespace, {"spec": {"master": {"image": ABSENT_IMAGE}}})
-    if pids(dead, "mooncake_master"):
-        send(dead, "mooncake_master", signal.SIGKILL)
-    name = dead["metadata"]["name"]
-    fleet.kube.run("delete", "pod", name, "-n", fleet.namespace, "--ignore-not-found", "--grace-period=0", "--force")
     try:
         wait(
-            lambda: not [pod for pod in _master_pods(fleet) if pids(pod, "mooncake_master")] or None,
+            lambda: (
+                _images(fleet.kube.get("deployment", f"{fleet.pool}-master", fleet.namespace)["spec"]["template"])
+                == {ABSENT_IMAGE}
+                or None
+            ),
             60,
-            "a dead master",
+            "the Deployment to have the absent image",
         )
+        if pids(dead, "mooncake_master"):
+            send(dead, "mooncake_master", signal.SIGKILL)
+        name = dead["metadata"]["name"]
+        fleet.kube.run(
+            "delete", "pod", name, "-n", fleet.namespace, "--ignore-not-found", "--grace-period=0", "--force"
+        )
+
+        def away() -> bool | None:
+            pods = _master_pods(fleet)
+            return all(_images(pod) == {ABSENT_IMAGE} and not pids(pod, "mooncake_master") for pod in pods) or None
+
+        wait(away, 60, "a dead master", last=lambda: str([_images(pod) for pod in _master_pods(fleet)]))
         version = _push_and_bump(fleet)
 
         def blamed() -> Object | None:
