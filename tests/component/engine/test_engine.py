@@ -361,8 +361,9 @@ def test_stock_reset_leaves_the_store_alone_while_requests_run(open_fleet: kit.F
     assert not flight.done()
     assert before
     assert before <= set(open_fleet.master.keys(f"{kit.NAMESPACE}@"))
+    # That an abort ends requests is another test's; on a fast machine this one may just have ended by itself.
     replica.succeed("quiesce", open_fleet.next_epoch(), mode="abort")
-    assert flight.result(20).finish == "abort"
+    assert flight.result(20).finish in ("abort", "length")
 
 
 def test_stock_reset_tells_the_truth_about_a_frozen_and_a_dead_master(open_fleet: kit.Fleet) -> None:
