@@ -72,6 +72,7 @@ class Loops:
         self._stuck = stuck
         self._clock = clock
         self._loops: dict[Key, _Loop] = {}
+        self._stopping = False
 
     def __len__(self) -> int:
         return len(self._loops)
@@ -119,6 +120,7 @@ class Loops:
 
     async def stop(self) -> None:
         """Cancel every loop and wait for its end."""
+        self._stopping = True
         tasks = [loop.task for loop in self._loops.values()]
         for task in tasks:
             task.cancel()
@@ -152,7 +154,8 @@ class Loops:
             loop.failures = 0
             logger.warning("%s: %s", error.reason, error.message, extra={"resource": str(key)})
             return self._resync, self._base
-        except Exception:
+        except (Exception, asyncio.CancelledError) as error:
+            self._shrug_off(error)
             loop.failures += 1
             delay = self._backoff(loop.failures)
             logger.exception("reconcile failed, again in %.1f s", delay, extra={"resource": str(key)})
@@ -161,6 +164,14 @@ class Loops:
             loop.running_since = None
         loop.failures = 0
         return max(0.0, min(wanted, self._resync)), 0.0
+
+    def _shrug_off(self, error: BaseException) -> None:
+        """Only :meth:`stop` cancels a loop: a cancellation that leaked out of something else must not end it."""
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if self._stopping or task is None:
+                raise error
+            task.uncancel()
 
     def _backoff(self, failures: int) -> float:
         ceiling = min(self._limit, self._base * 2.0 ** min(failures, 16))
@@ -172,6 +183,9 @@ class Loops:
             async with asyncio.timeout(delay):
                 await loop.wake.wait()
         except TimeoutError:
+            return
+        except asyncio.CancelledError as error:
+            self._shrug_off(error)
             return
         # Changes come in bursts: one look serves them all.
         await asyncio.sleep(max(self._gap, floor - (self._clock() - started)))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from moontide.engines.client import Unanswered, engine_status, fan_out, new_http_client, send, wipe
+from moontide.errors import Retry
 from moontide.planning.model import Command, EngineStatus, Fleet, Replica, Result, Step, Wipe
 
 STATUS = {
@@ -194,3 +195,20 @@ async def test_the_fan_out_is_bounded_and_keeps_the_order() -> None:
 
     assert await fan_out(list(range(50)), call, limit=5) == [2 * n for n in range(50)]
     assert most == 5
+
+
+async def test_a_fan_out_raises_the_failure_itself_after_all_have_ended() -> None:
+    ended: list[int] = []
+
+    async def call(item: int) -> int:
+        await asyncio.sleep(0.001 * item)
+        ended.append(item)
+        if item == 1:
+            raise Retry(2.0, "the API server is busy")
+        return item
+
+    with pytest.raises(Retry, match="busy"):
+        await fan_out([1, 2, 3], call)
+    assert ended == [1, 2, 3]
+    # No cancellation is left behind for what is awaited next.
+    await asyncio.sleep(0)

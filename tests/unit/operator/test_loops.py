@@ -41,7 +41,7 @@ class Recorder:
     def __init__(self, returns: float = 10.0) -> None:
         self.runs: list[Key] = []
         self.returns = returns
-        self.errors: list[Exception] = []
+        self.errors: list[BaseException] = []
 
     async def __call__(self, key: Key) -> float:
         self.runs.append(key)
@@ -233,6 +233,32 @@ async def test_stuck_names_a_hung_run_and_a_dead_loop(make: Make) -> None:
     assert loops.stuck() == []
     now = 1000.0
     assert [key for key, _ in loops.stuck()] == [KEY, OTHER]
+
+
+async def test_a_cancellation_that_leaks_out_of_a_reconcile_does_not_end_the_loop(make: Make) -> None:
+    seen = Recorder(returns=0.001)
+    seen.errors = [asyncio.CancelledError()]
+    loops = make(seen)
+    loops.start(KEY)
+    await until(lambda: len(seen.runs) >= 3)
+    assert loops.stuck() == []
+
+
+async def test_a_cancellation_that_reaches_a_waiting_loop_does_not_end_it(make: Make) -> None:
+    tasks: list[asyncio.Task[None] | None] = []
+
+    async def reconcile(key: Key) -> float:
+        tasks.append(asyncio.current_task())
+        return 10.0
+
+    loops = make(reconcile)
+    loops.start(KEY)
+    await until(lambda: len(tasks) == 1)
+    await asyncio.sleep(0.01)
+    assert tasks[0] is not None
+    tasks[0].cancel()
+    await until(lambda: len(tasks) == 2)
+    assert tasks[0] is tasks[1]
 
 
 async def test_stop_cancels_what_runs(make: Make) -> None:
