@@ -23,7 +23,6 @@ def main() -> int:
     from hack.demo import prompts
     from hack.demo.fleet import Fleet, push_weights
     from hack.demo.install import Target
-    from hack.demo.kube import is_current, wait
     from hack.demo.load import Load
     from hack.demo.story import MODELS, side_of
 
@@ -47,12 +46,7 @@ def main() -> int:
         version = int(fleet.get_policy()["spec"]["version"]) + 1
         push_weights(replicas, MODELS[side_of(version)], str(version))
         fleet.bump(version)
-        policy = wait(
-            lambda: seen if is_current(seen := fleet.get_policy(), str(version)) else None,
-            150,
-            f"version {version}",
-            every=0.1,
-        )
+        policy = fleet.until_current(str(version), 150)
         update = policy["status"]["lastUpdate"]
         return float(update["pauseSeconds"]) * 1000, int(update["keysRemoved"])
 

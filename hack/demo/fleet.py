@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from hack.demo.kube import Kube, KubeError, Object
+from hack.demo.kube import Kube, KubeError, NotInTime, Object, condition, is_current
 from hack.demo.reach import Reach
 from moontide import labels, naming
 
@@ -238,6 +238,25 @@ class Fleet:
     def get_policy(self) -> Object:
         """The PolicyVersion as it is now."""
         return self.kube.get("polv", self.policy, self.namespace)
+
+    def until_current(self, version: str, seconds: float, note: Callable[[str], None] = lambda _: None) -> Object:
+        """The PolicyVersion once every replica serves ``version``; ``note`` hears each new state of ``Current``.
+
+        Raises NotInTime with the last status seen.
+        """
+        deadline, seen, policy = time.monotonic() + seconds, "", self.get_policy()
+        while (left := deadline - time.monotonic()) > 0:
+            # A watch may end early, when the API server closes it.
+            with self.kube.watch("polv", self.policy, self.namespace, left) as states:
+                for policy in states:
+                    found = condition(policy, "Current")
+                    text = f"Current={found['status']} ({found['reason']}) {found.get('message', '')}"
+                    if text != seen:
+                        note(text)
+                        seen = text
+                    if is_current(policy, version):
+                        return policy
+        raise NotInTime(f"Current=True for version {version}: not within {seconds:g} s. {policy.get('status')}")
 
     def bump(self, version: int | str) -> Object:
         """``kubectl patch`` of the version; returns the patched object."""

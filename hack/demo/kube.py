@@ -6,6 +6,7 @@ import base64
 import datetime as dt
 import json
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,14 +77,21 @@ class Kube:
         return base64.b64decode(self.get("secret", name, namespace)["data"][key]).decode()
 
     @contextmanager
-    def watch(self, kind: str, name: str, namespace: str) -> Iterator[Iterator[Object]]:
-        """Every state of one object from now on, as kubectl's watch gives them."""
+    def watch(self, kind: str, name: str, namespace: str, seconds: float) -> Iterator[Iterator[Object]]:
+        """The states of one object from now on, for ``seconds`` at most.
+
+        One process that waits: kubectl in a loop takes most of a core, which the fleet being watched then lacks.
+        """
         command = [*self.access.kubectl, "get", kind, name, "--namespace", namespace, "--output", "json", "--watch"]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
         try:
             assert process.stdout is not None
             yield _json_stream(iter(process.stdout.readline, ""))
         finally:
+            timer.cancel()
+            timer.join()
             process.kill()
             process.wait()
             if process.stdout is not None:

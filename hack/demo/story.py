@@ -14,7 +14,7 @@ from hack.demo.cold import LOGPROB_TOLERANCE, Cold, References
 from hack.demo.fleet import Answer, Fleet, Replica, push_weights
 from hack.demo.install import CLAIM, KINDS
 from hack.demo.judge import Window, judge
-from hack.demo.kube import Object, condition, is_current, moment, wait
+from hack.demo.kube import Object, moment
 from hack.demo.load import Load
 from hack.demo.say import Voice
 
@@ -96,7 +96,7 @@ def tell(
         )
         patched_at = time.time()
         fleet.bump(int(new))
-        policy = _wait_current(fleet, new, voice)
+        policy = fleet.until_current(new, _BUMP_SECONDS, lambda text: voice.say(f"  {text}"))
         current_at = time.time()
         left = old_keys & fleet.store().keys(namespace)
         voice.say(f"Current=True {current_at - patched_at:.2f} s after the patch")
@@ -186,22 +186,6 @@ def _push(
         voice.table(("", "first tokens"), rows)
     voice.claim(f"{len(hybrid)} of {len(replays)} answers are of neither policy", bool(hybrid))
     return began
-
-
-def _wait_current(fleet: Fleet, version: str, voice: Voice) -> Object:
-    seen = ""
-
-    def look() -> Object | None:
-        nonlocal seen
-        policy = fleet.get_policy()
-        found = condition(policy, "Current")
-        text = f"Current={found['status']} ({found['reason']}) {found.get('message', '')}"
-        if text != seen:
-            voice.say(f"  {text}")
-            seen = text
-        return policy if is_current(policy, version) else None
-
-    return wait(look, _BUMP_SECONDS, f"Current=True for version {version}", every=0.1, last=lambda: seen)
 
 
 def _replay(

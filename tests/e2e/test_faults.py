@@ -12,7 +12,7 @@ import pytest
 from hack.demo.cold import References
 from hack.demo.fleet import Answer, Fleet, push_weights
 from hack.demo.install import SYSTEM_NAMESPACE
-from hack.demo.kube import Kube, Object, condition, holds, is_current, wait
+from hack.demo.kube import Kube, Object, condition, holds, wait
 from hack.demo.prompts import Prompts
 from hack.demo.story import MODELS, side_of
 from moontide import labels
@@ -30,12 +30,7 @@ def _push_and_bump(fleet: Fleet) -> str:
 
 
 def _current(fleet: Fleet, version: str) -> Object:
-    return wait(
-        lambda: policy if is_current(policy := fleet.get_policy(), version) else None,
-        BACK_SECONDS,
-        f"Current=True for version {version}",
-        last=lambda: str(fleet.get_policy().get("status")),
-    )
+    return fleet.until_current(version, BACK_SECONDS)
 
 
 def _all_right(answers: list[Answer], references: References, version: str, epoch: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hack.demo.cold import Cold, References
 from hack.demo.fleet import Answer, Fleet, Replica, push_weights
 from hack.demo.judge import Window
-from hack.demo.kube import is_current, wait
+from hack.demo.kube import is_current
 from hack.demo.load import Load
 from hack.demo.story import MODELS, side_of
 
@@ -51,13 +51,7 @@ class Trainer:
         self.windows.append(Window(opened, math.inf, None))
         push_weights(self.fleet.replicas(), MODELS[side_of(version)], str(version))
         self.fleet.bump(version)
-        policy = wait(
-            lambda: policy_ if is_current(policy_ := self.fleet.get_policy(), str(version)) else None,
-            CURRENT_SECONDS,
-            f"Current=True for version {version}",
-            every=0.1,
-            last=lambda: str(self.fleet.get_policy().get("status")),
-        )
+        policy = self.fleet.until_current(str(version), CURRENT_SECONDS)
         epoch = int(policy["status"]["epoch"])
         self.windows[-1] = Window(opened, time.time(), epoch)
         self.epochs.append(epoch)
