@@ -87,8 +87,7 @@ class Loops:
         if loop is None:
             wake = asyncio.Event()
             wake.set()
-            task = asyncio.create_task(self._run(key), name=f"reconcile {key}")
-            self._loops[key] = _Loop(task=task, wake=wake)
+            self._loops[key] = _Loop(task=self._spawn(key), wake=wake)
         else:
             loop.retiring = False
             loop.wake.set()
@@ -127,6 +126,26 @@ class Loops:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._loops.clear()
 
+    def _spawn(self, key: Key) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._run(key), name=f"reconcile {key}")
+        task.add_done_callback(lambda ended: self._ended(key, ended))
+        return task
+
+    def _ended(self, key: Key, task: asyncio.Task[None]) -> None:
+        """Begin a loop again that ended by itself: a cancellation may leak out of a reconcile.
+
+        Later, not at once: kopf, too, cancels every task when it stops, and waits until they have ended.
+        """
+        loop = self._loops.get(key)
+        if self._stopping or loop is None or loop.task is not task:
+            return
+        logger.error("the loop ended by itself, again in %.1f s", self._base, extra={"resource": str(key)})
+        task.get_loop().call_later(self._base, self._revive, key, loop)
+
+    def _revive(self, key: Key, loop: _Loop) -> None:
+        if not self._stopping and self._loops.get(key) is loop and loop.task.done():
+            loop.task = self._spawn(key)
+
     async def _run(self, key: Key) -> None:
         loop = self._loops[key]
         while True:
@@ -154,8 +173,7 @@ class Loops:
             loop.failures = 0
             logger.warning("%s: %s", error.reason, error.message, extra={"resource": str(key)})
             return self._resync, self._base
-        except (Exception, asyncio.CancelledError) as error:
-            self._shrug_off(error)
+        except Exception:
             loop.failures += 1
             delay = self._backoff(loop.failures)
             logger.exception("reconcile failed, again in %.1f s", delay, extra={"resource": str(key)})
@@ -164,14 +182,6 @@ class Loops:
             loop.running_since = None
         loop.failures = 0
         return max(0.0, min(wanted, self._resync)), 0.0
-
-    def _shrug_off(self, error: BaseException) -> None:
-        """Only :meth:`stop` cancels a loop: a cancellation that leaked out of something else must not end it."""
-        if isinstance(error, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if self._stopping or task is None:
-                raise error
-            task.uncancel()
 
     def _backoff(self, failures: int) -> float:
         ceiling = min(self._limit, self._base * 2.0 ** min(failures, 16))
@@ -183,9 +193,6 @@ class Loops:
             async with asyncio.timeout(delay):
                 await loop.wake.wait()
         except TimeoutError:
-            return
-        except asyncio.CancelledError as error:
-            self._shrug_off(error)
             return
         # Changes come in bursts: one look serves them all.
         await asyncio.sleep(max(self._gap, floor - (self._clock() - started)))

@@ -258,7 +258,20 @@ async def test_a_cancellation_that_reaches_a_waiting_loop_does_not_end_it(make: 
     assert tasks[0] is not None
     tasks[0].cancel()
     await until(lambda: len(tasks) == 2)
-    assert tasks[0] is tasks[1]
+    assert loops.stuck() == []
+
+
+async def test_a_loop_gives_way_to_a_cancellation_at_once(make: Make) -> None:
+    """kopf cancels every task when it stops, before it lets us stop the loops, and waits for them."""
+    seen = Recorder()
+    loops = make(seen, base=10.0)
+    loops.start(KEY)
+    await until(lambda: len(seen.runs) == 1)
+    tasks = [task for task in asyncio.all_tasks() if task.get_name() == f"reconcile {KEY}"]
+    assert len(tasks) == 1
+    tasks[0].cancel()
+    done, _ = await asyncio.wait(tasks, timeout=1.0)
+    assert done == set(tasks)
 
 
 async def test_stop_cancels_what_runs(make: Make) -> None:
