@@ -178,7 +178,7 @@ def engine_command(model: Path, number: int, prefix: str = NAMESPACE) -> list[st
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "tiny", "--dtype", "float32"),
         *("--host", "127.0.0.1", "--port", str(18100 + number)),
-        *("--max-model-len", "2048", "--block-size", str(BLOCK), "--enforce-eager", "--shutdown-timeout", "60"),
+        *("--max-model-len", "4096", "--block-size", str(BLOCK), "--enforce-eager", "--shutdown-timeout", "60"),
         *("--kv-transfer-config", json.dumps(transfer)),
     ]
 
