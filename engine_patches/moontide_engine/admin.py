@@ -264,7 +264,7 @@ class Commands:
                     if abort or gate.in_flight == 0:
                         await self._pause_scheduler(abort)
                     probe = await self._engine.probe()
-                    if gate.in_flight == 0 and probe.idle and probe.paused:
+                    if gate.opens == opens and gate.in_flight == 0 and probe.idle and probe.paused:
                         return success(running=0, waiting=0, inFlight=0)
                     if not abort:
                         await self._middleware.wait_idle(left)
@@ -371,14 +371,17 @@ class Commands:
             try:
                 async with asyncio.timeout(body["timeoutSeconds"]), self._scheduler:
                     await self._engine.resume()
+                    # A close or a newer quiesce may have come in meanwhile.
+                    if gate.fence > Fence(body["term"], epoch):
+                        return failure("Superseded", "a newer command came while the engine resumed")
+                    # With the lock held: an older quiesce that still waits for it finds the gate open.
+                    gate.resume(epoch)
             except TimeoutError:
                 return failure("EngineTimeout", "the engine did not resume in time")
+            except Refusal:
+                raise
             except Exception as error:
                 return failure("EngineFault", f"{type(error).__name__}: {error}")
-            # A close or a newer quiesce may have come in meanwhile.
-            if gate.fence > Fence(body["term"], epoch):
-                return failure("Superseded", "a newer command came while the engine resumed")
-            gate.resume(epoch)
             self._arm()
         stamp = gate.stamp
         return success(
@@ -392,7 +395,7 @@ class Commands:
     # -- inside --------------------------------------------------------------------------------------------------
 
     async def _pause_scheduler(self, abort: bool) -> None:
-        """Pause vLLM's scheduler and return when it says it is paused.
+        """Pause vLLM's scheduler and return when it says it is paused; nothing while the gate is open.
 
         vLLM's own call returns when its saves have ended too, which is what drain is for: it goes on beside.
         """
@@ -404,6 +407,10 @@ class Commands:
                 log("pause-failed", boot=self._gate.boot_id, error=f"{type(error).__name__}: {error}")
 
         async with self._scheduler:
+            if self._gate.state is State.OPEN:
+                # Resumed while this waited for its turn: an open gate before a paused scheduler would hold requests
+                # for ever.
+                return
             task = self._spawn(pause())
             while not task.done():
                 if (await self._engine.probe()).paused:

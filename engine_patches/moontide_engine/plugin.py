@@ -7,10 +7,14 @@ start unguarded), one that ``register`` raises stops the process.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
+from typing import Any
 
 from moontide_engine import settings
 from moontide_engine.patches import Registry, gate, probe, reset_truth
+
+RECHECK_MS = 20
 
 PATCHES = Registry((gate.PATCH, probe.PATCH, reset_truth.PATCH))
 
@@ -19,9 +23,33 @@ def register() -> None:
     """Apply all patches. Raises PatchRefused or SettingsError, and the engine does not start."""
     if not settings.enabled():
         return
-    settings.load()
+    spin = settings.load().worker_spin
     PATCHES.apply()
     _ask_for_amx()
+    if spin is not None:
+        calm(spin)
+
+
+def calm(seconds: float) -> None:
+    """Let a process that waits on vLLM's shared-memory queue sleep ``seconds`` after its last message.
+
+    vLLM keeps the core busy for one second after each message, yielding in a loop. Where engines share few cores that
+    takes all of them (docs/decisions/). A notification can get lost when two messages follow each other within about a
+    millisecond; vLLM's sleeper looks again after five seconds, ours after :data:`RECHECK_MS`.
+
+    Raises SettingsError where this vLLM has no such wait.
+    """
+    module: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    original: Any = getattr(getattr(module, "SpinCondition", None), "__init__", None)
+    known = original is not None and "busy_loop_s" in inspect.signature(original).parameters
+    if not known or not hasattr(module, "SHM_READER_RECHECK_INTERVAL_MS"):
+        raise settings.SettingsError("MOONTIDE_WORKER_SPIN_SECONDS is set, and this vLLM has no wait that it changes")
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{"busy_loop_s": seconds, **kwargs})
+
+    module.SpinCondition.__init__ = init
+    module.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
 
 
 def _ask_for_amx() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from moontide_engine.namespace import is_namespace
 
+_SPIN = "MOONTIDE_WORKER_SPIN_SECONDS"
+
 
 class SettingsError(ValueError):
     """An environment variable has a value that cannot be used; the message names it."""
@@ -26,6 +28,8 @@ class Settings:
     max_held: int
     admit_ttl: float
     store_timeout: float
+    worker_spin: float | None
+    """How long a waiting process of vLLM keeps its core busy; None leaves it at vLLM's own second."""
 
 
 def enabled(env: Mapping[str, str] | None = None) -> bool:
@@ -51,6 +55,7 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
         max_held=int(_number(env, "MOONTIDE_MAX_HELD", 1024, 0, 1_000_000)),
         admit_ttl=_number(env, "MOONTIDE_ADMIT_TTL_SECONDS", 120, 0.1, 86_400),
         store_timeout=_number(env, "MOONTIDE_STORE_TIMEOUT_SECONDS", 10, 0.1, 600),
+        worker_spin=_number(env, _SPIN, 1, 0, 1) if env.get(_SPIN) else None,
     )
 
 

@@ -643,6 +643,21 @@ async def test_a_newer_command_while_the_engine_resumes_wins(plane: Plane) -> No
     assert plane.gate.state == "paused"
 
 
+async def test_a_quiesce_that_waited_for_a_resume_does_not_pause_the_open_engine(plane: Plane) -> None:
+    await plane.open(1)
+    for step in ("quiesce", "drain", "reset"):
+        await plane.succeed(step, 2)
+    await plane.succeed("admit", 2, version="v2")
+    plane.engine.hang = 0.1
+    resume = asyncio.ensure_future(plane.command("resume", 2))
+    await asyncio.sleep(0.05)
+    # The same change's quiesce once more, late: the operator had given up waiting for its answer.
+    status, answer = await plane.command("quiesce", 2)
+    assert (status, answer["success"], answer["reason"]) == (200, False, "Superseded")
+    assert (await resume)[1]["success"]
+    assert (str(plane.gate.state), plane.engine.paused) == ("open", False)
+
+
 async def test_pause_expires_by_itself_and_the_held_hear_of_it(plane: Plane) -> None:
     await plane.open(1)
     await plane.succeed("quiesce", 2, ttlSeconds=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def test_settings_have_defaults_and_bounds() -> None:
         {"MOONTIDE_ADMIN_PORT": "x"},
         {"MOONTIDE_MAX_HELD": "-1"},
         {"MOONTIDE_STORE_TIMEOUT_SECONDS": "nan"},
+        {"MOONTIDE_WORKER_SPIN_SECONDS": "2"},
         {"MOONTIDE_KEY_NAMESPACE": "a@b"},
     ):
         with pytest.raises(settings.SettingsError, match=next(iter(env))):
@@ -73,6 +75,24 @@ def test_plugin_is_inert_unless_enabled(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("MOONTIDE_ENABLED", "1")
     with pytest.raises(AssertionError):
         plugin.register()
+
+
+def test_a_calm_wait_changes_the_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SpinCondition:
+        def __init__(self, reader: bool, busy_loop_s: float = 1) -> None:
+            self.busy_loop_s = busy_loop_s
+
+    module = types.SimpleNamespace(SpinCondition=SpinCondition, SHM_READER_RECHECK_INTERVAL_MS=5000)
+    monkeypatch.setattr(plugin.importlib, "import_module", lambda name: module)
+    assert settings.load({}).worker_spin is None
+    assert settings.load({"MOONTIDE_WORKER_SPIN_SECONDS": "0.02"}).worker_spin == 0.02
+    plugin.calm(0.25)
+    assert SpinCondition(True).busy_loop_s == 0.25
+    assert SpinCondition(True, busy_loop_s=0.5).busy_loop_s == 0.5
+    assert module.SHM_READER_RECHECK_INTERVAL_MS == plugin.RECHECK_MS
+    monkeypatch.setattr(plugin.importlib, "import_module", lambda name: types.SimpleNamespace())
+    with pytest.raises(settings.SettingsError, match="MOONTIDE_WORKER_SPIN_SECONDS"):
+        plugin.calm(0.25)
 
 
 @pytest.mark.parametrize("value", ["", "@", "a@", ".*", "a b", "-a", "a/b", None, 1, "a" * 300])
