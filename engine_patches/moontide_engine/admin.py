@@ -83,7 +83,12 @@ COMMANDS: Mapping[str, Mapping[str, Field]] = {
     },
     "drain": {**_COMMON, **_TIMEOUT},
     "reset": {**_COMMON, **_TIMEOUT},
-    "admit": {**_COMMON, "version": Field(_is_label, "a printable string or null", None)},
+    "admit": {
+        **_COMMON,
+        "version": Field(_is_label, "a printable string or null", None),
+        "salt": Field(_is_label, "a printable string or null", None),
+        "timeoutSeconds": Field(_is_seconds, "a number of seconds above 0", 10.0),
+    },
     "resume": {**_COMMON, "timeoutSeconds": Field(_is_seconds, "a number of seconds above 0", 10.0)},
     "close": {**_COMMON, "reason": Field(lambda v: _is_label(v) and v is not None, "a printable string", "Closed")},
 }
@@ -140,6 +145,7 @@ class Commands:
         self._key_namespace = key_namespace
         self._patches: Mapping[str, str] = {}
         self._seen: tuple[float, list[RankQueue]] | None = None
+        self._salt = ""
         self._background: set[asyncio.Task[None]] = set()
         self._expiry: asyncio.TimerHandle | None = None
         # Pausing and resuming vLLM's scheduler: in the order in which the gate allowed them.
@@ -222,6 +228,8 @@ class Commands:
             "ranks": engine.ranks,
             "store": self._store(queues, fault),
             "keyNamespace": self._key_namespace,
+            "salt": self._salt,
+            "fence": {"supported": not engine.fence_unsupported, "reason": engine.fence_unsupported},
         }
 
     async def _seen_queues(self) -> list[RankQueue]:
@@ -360,9 +368,24 @@ class Commands:
         return success(cleared=cleared)
 
     async def _admit(self, body: Mapping[str, Any]) -> Answer:
+        salt: str | None = body["salt"]
+        # An open engine is not switched here: its admission is refused below, or is the one it has.
+        if salt is not None and self._gate.state is not State.OPEN:
+            if reason := self._engine.fence_unsupported:
+                return failure("FenceUnsupported", reason)
+            try:
+                async with asyncio.timeout(body["timeoutSeconds"]):
+                    await self._engine.switch(salt)
+            except TimeoutError:
+                return failure("EngineTimeout", "the engine did not switch in time")
+            except Exception as error:
+                return failure("EngineFault", f"{type(error).__name__}: {error}")
+            if self._gate.fence > Fence(body["term"], body["epoch"]):
+                return failure("Superseded", "a newer command came while the engine switched")
+            self._salt = salt
         self._gate.admit(body["epoch"], body["version"])
         self._arm()
-        return success(epoch=body["epoch"], version=body["version"])
+        return success(epoch=body["epoch"], version=body["version"], salt=self._salt)
 
     async def _resume(self, body: Mapping[str, Any]) -> Answer:
         gate = self._gate

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moontide_engine.patches import policy_epoch
+
 
 class EngineFault(Exception):
     """The engine answered a call with something that is not an answer."""
@@ -57,6 +59,13 @@ class Engine(Protocol):
     @property
     def store_configured(self) -> bool:
         """Whether the engine has a Mooncake store."""
+
+    @property
+    def fence_unsupported(self) -> str:
+        """Why block hashes cannot carry an epoch here; empty if they can."""
+
+    async def switch(self, salt: str) -> None:
+        """From now on ``salt`` is part of every block hash, on every rank. Raises EngineFault."""
 
     async def probe(self) -> Probe:
         """Count requests."""
@@ -109,6 +118,17 @@ class VllmEngine:
     def store_configured(self) -> bool:
         """Whether a Mooncake store connector is configured, alone or inside a MultiConnector."""
         return bool(store_connectors(self._config.kv_transfer_config))
+
+    @property
+    def fence_unsupported(self) -> str:
+        """From the connectors' names."""
+        return policy_epoch.unsupported(self._client.vllm_config.kv_transfer_config)
+
+    async def switch(self, salt: str) -> None:
+        """``EngineCore.moontide_switch`` on every engine core: data-parallel ranks all switch, or it is no success."""
+        reached = [str(answer["epoch"]) for answer in await self._all("moontide_switch", salt)]
+        if any(epoch != salt for epoch in reached):
+            raise EngineFault(f"the engine cores are in the epochs {reached}, not in {salt!r}")
 
     async def probe(self) -> Probe:
         """Sum of ``EngineCore.moontide_probe`` over the engine cores."""

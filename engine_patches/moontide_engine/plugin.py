@@ -12,11 +12,30 @@ import logging
 from typing import Any
 
 from moontide_engine import settings
-from moontide_engine.patches import Registry, gate, probe, reset_truth
+from moontide_engine.patches import (
+    Registry,
+    gate,
+    load_retry,
+    lookup_economy,
+    policy_epoch,
+    probe,
+    reset_truth,
+    resume_safety,
+)
 
 RECHECK_MS = 20
 
-PATCHES = Registry((gate.PATCH, probe.PATCH, reset_truth.PATCH))
+PATCHES = Registry(
+    (
+        gate.PATCH,
+        probe.PATCH,
+        reset_truth.PATCH,
+        policy_epoch.PATCH,
+        resume_safety.PATCH,
+        load_retry.PATCH,
+        lookup_economy.PATCH,
+    )
+)
 
 
 def register() -> None:

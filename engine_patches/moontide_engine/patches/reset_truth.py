@@ -1,133 +1,78 @@
-"""Patch ``reset-truth``: a reset of the store through vLLM's own route says what happened, and ends.
+"""Patch ``reset-truth``: a reset of the caches through vLLM's own routes says what happened, and ends.
 
-Stock vLLM drops the store's return code (success with a dead master), waits for the worker without bound, wipes the
-store although the local reset was refused, and wipes all that is on the master.
+Stock vLLM drops the store's return code (success with a dead master), waits for the worker without bound and the engine
+with it, wipes the store although the local reset was refused, wipes all that is on the master, takes a connector that
+resets nothing for success, skips connectors behind one that raises, and resets nothing after an update of the weights.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib
-from typing import Any
 
-from moontide_engine import settings as settings_module
-from moontide_engine.namespace import pattern
 from moontide_engine.patches import Patch, replace
+from moontide_engine.patches import reset_truth_core as core
+from moontide_engine.patches import reset_truth_front as front
+from moontide_engine.patches import reset_truth_store as store
 from moontide_engine.patches.probe import CORE, SCHEDULER, STORE
 
+MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
+ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+OFFLINE = "vllm.entrypoints.rl.offline:RLOfflineMixin"
 
-class StoreResetFailed(RuntimeError):
-    """The store did not do what it was told; the message has its code."""
-
-
-def truthful(base: Any, namespace: str) -> Any:
-    """Subclass of the store client whose ``remove_all`` keeps to the namespace and raises on a negative code."""
-
-    class TruthfulStore(base):  # type: ignore[misc]
-        __moontide__ = True
-
-        def remove_all(self, force: bool = False) -> int:
-            """Remove the keys of this deployment. Raises StoreResetFailed."""
-            scoped = bool(namespace)
-            code: int = super().remove_by_regex(pattern(namespace), force) if scoped else super().remove_all(force)
-            if code < 0:
-                raise StoreResetFailed(f"the store answered {code} to the removal of {namespace or 'all keys'}")
-            return code
-
-    TruthfulStore.__name__ = TruthfulStore.__qualname__ = base.__name__
-    return TruthfulStore
-
-
-def _worker_init(original: Any) -> Any:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        store: Any = importlib.import_module("mooncake.store")
-        if not getattr(store.MooncakeDistributedStore, "__moontide__", False):
-            namespace = settings_module.load().key_namespace
-            store.MooncakeDistributedStore = truthful(store.MooncakeDistributedStore, namespace)
-        original(self, *args, **kwargs)
-
-    return init
-
-
-def _client_init(original: Any) -> Any:
-    def init(self: Any, vllm_config: Any) -> None:
-        original(self, vllm_config)
-        module = importlib.import_module(f"{STORE}.worker")
-        self.moontide_path = module.get_zmq_rpc_path_lookup(vllm_config)
-        self.moontide_timeout = settings_module.load().store_timeout
-
-    return init
-
-
-def _client_reset_inner(original: Any) -> Any:
-    def _reset(self: Any) -> bool:
-        module = importlib.import_module(f"{STORE}.worker")
-        protocol = importlib.import_module(f"{STORE}.protocol")
-        self.socket.send(protocol.RESET_MSG)
-        if not self.socket.poll(round(self.moontide_timeout * 1000)):
-            # A request socket that missed its answer can never be used again.
-            self.socket.close(linger=0)
-            self.socket = module.make_zmq_socket(self.ctx, self.moontide_path, module.zmq.REQ, bind=False)
-            raise StoreResetFailed(f"the worker did not answer within {self.moontide_timeout:g} s")
-        ok: bytes = protocol.RESP_OK
-        return bytes(self.socket.recv()) == ok
-
-    return _reset
-
-
-def _client_reset(original: Any) -> Any:
-    def reset(self: Any) -> bool:
-        # The one thread may be busy with a lookup that hangs, so this wait needs its own bound.
-        future = self.executor.submit(self._reset)
-        try:
-            return bool(future.result(self.moontide_timeout + 1.0))
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise StoreResetFailed("the lookup channel is busy") from None
-
-    return reset
-
-
-def _core_reset(original: Any) -> Any:
-    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        # The local part first and alone: blocks that are still held mean that something runs or that a rank still puts,
-        # and then the store would be filled again behind the wipe.
-        if not self.scheduler.reset_prefix_cache(reset_running_requests, False):
-            return False
-        if not reset_connector:
-            return True
-        reset: object = self.scheduler.reset_connector_cache()
-        return reset is True
-
-    return reset_prefix_cache
+_REPLACED = {
+    f"{STORE}.worker:MooncakeStoreWorker.__init__": store.worker_init,
+    f"{STORE}.worker:LookupKeyServer.__init__": store.server_init,
+    f"{STORE}.worker:LookupKeyClient.__init__": store.client_init,
+    f"{STORE}.worker:LookupKeyClient._reset": store.client_reset_inner,
+    f"{STORE}.worker:LookupKeyClient.reset": store.client_reset,
+    f"{STORE}.scheduler:MooncakeStoreScheduler.reset_store": store.scheduler_reset_store,
+    f"{STORE}.scheduler:MooncakeStoreScheduler.get_num_new_matched_tokens": store.scheduler_match,
+    f"{MULTI}.reset_cache": core.multi_reset,
+    f"{CORE}.reset_prefix_cache": core.core_reset,
+    f"{CORE}._reset_caches": core.core_reset_caches,
+    f"{front.ROUTER}:reset_prefix_cache": front.route,
+    f"{ASYNC_LLM}.finish_weight_update": front.finish_online,
+    f"{OFFLINE}.finish_weight_update": front.finish_offline,
+}
 
 
 def _install() -> None:
-    replace(f"{STORE}.worker:MooncakeStoreWorker.__init__", _worker_init)
-    replace(f"{STORE}.worker:LookupKeyClient.__init__", _client_init)
-    replace(f"{STORE}.worker:LookupKeyClient._reset", _client_reset_inner)
-    replace(f"{STORE}.worker:LookupKeyClient.reset", _client_reset)
-    replace(f"{CORE}.reset_prefix_cache", _core_reset)
+    for target, make in _REPLACED.items():
+        replace(target, make)
+    front.reroute()
+    importlib.import_module("vllm.v1.engine.core").EngineCore.moontide_reset = core.moontide_reset
 
 
 PATCH = Patch(
     name="reset-truth",
-    summary="store resets are scoped, bounded and honest",
+    summary="cache resets are scoped, bounded and honest, and follow every update of the weights",
     references=(
-        f"{STORE}.worker:MooncakeStoreWorker.__init__",
-        f"{STORE}.worker:LookupKeyServer.__init__",
-        f"{STORE}.worker:LookupKeyClient.__init__",
+        *_REPLACED,
         f"{STORE}.worker:LookupKeyClient._lookup",
-        f"{STORE}.worker:LookupKeyClient._reset",
-        f"{STORE}.worker:LookupKeyClient.reset",
+        f"{STORE}.worker:LookupKeyClient.lookup",
+        f"{STORE}.worker:LookupKeyClient.discard",
+        f"{STORE}.worker:LookupKeyClient.close",
         f"{STORE}.worker:get_zmq_rpc_path_lookup",
-        f"{STORE}.scheduler:MooncakeStoreScheduler.reset_store",
+        f"{STORE}.scheduler:MooncakeStoreScheduler._reference_save_blocks",
+        f"{STORE}.scheduler:MooncakeStoreScheduler.register_finished_partial_tail",
         f"{STORE}.connector:MooncakeStoreConnector.reset_cache",
+        f"{STORE}.connector:MooncakeStoreConnector.has_pending_push_work",
         f"{STORE}.data:PoolKey.to_string",
-        f"{CORE}.reset_prefix_cache",
-        f"{CORE}._reset_caches",
+        f"{MULTI}.has_pending_push_work",
+        f"{CORE}._finish_pause",
+        f"{CORE}.sleep",
+        f"{CORE}.wake_up",
+        f"{CORE}.release_kv_cache_memory",
+        "vllm.v1.engine.core:EngineCoreProc._invoke_utility_method",
         f"{SCHEDULER}.reset_prefix_cache",
         f"{SCHEDULER}.reset_connector_cache",
+        "vllm.v1.engine.core_client:InprocClient.reset_prefix_cache",
+        "vllm.v1.engine.core_client:SyncMPClient.call_utility",
+        "vllm.v1.engine.core_client:AsyncMPClient.reset_prefix_cache_async",
+        f"{ASYNC_LLM}.update_weight_version",
+        f"{OFFLINE}.update_weight_version",
+        f"{front.ROUTER}:engine_client",
+        f"{front.ROUTER}:attach_router",
     ),
     install=_install,
 )

@@ -103,6 +103,7 @@ class _View:
     spec: PolicyVersionSpec
     status: PolicyVersionStatus
     now: dt.datetime
+    policy_uid: str = ""
 
     @property
     def epoch(self) -> int:
@@ -136,6 +137,14 @@ class _View:
 
     def short(self, step: Step, replica: Replica, **body: str | int | float | bool | None) -> Command:
         return Command(step, replica, self.epoch, dict(body), timeout_seconds=CALL_SECONDS)
+
+    def admit(self, replica: Replica, engine: EngineStatus) -> Command:
+        """With the salt of the epoch, where the engine can put it into its block hashes.
+
+        The policy's UID is in it, so a policy deleted and made again never meets blocks of its first life.
+        """
+        salted = {"salt": f"{self.policy_uid}/{self.epoch}"} if engine.fence.supported and self.policy_uid else {}
+        return self.short(Step.ADMIT, replica, version=self.status.target_version, **salted)
 
     def long(self, step: Step, replica: Replica) -> Command:
         return Command(step, replica, self.epoch, {}, timeout_seconds=ATTEMPT_SECONDS)
@@ -185,7 +194,7 @@ def _next_after_wipe(view: _View, replica: Replica) -> Command | Step | None:
     if not engine.clean:
         return view.long(Step.RESET, replica)
     if engine.state == "closed" or engine.epoch != view.epoch:
-        return view.short(Step.ADMIT, replica, version=view.status.target_version)
+        return view.admit(replica, engine)
     return view.short(Step.RESUME, replica)
 
 
@@ -197,7 +206,7 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
     if why is not None and not waiting_for_weights:
         return _allot(spec, generation, status, observed, replicas, why)
     status = status if waiting_for_weights else status.model_copy(update={"observed_generation": generation})
-    view = _View(spec, status, observed.now)
+    view = _View(spec, status, observed.now, observed.policy_uid)
     members = _members(status, observed)
     wiped: dict[str, int] = {m.uid: m.wiped_epoch for m in members}
     pending = [

@@ -23,6 +23,15 @@ class StoreStatus(BaseModel):
     reason: str = ""
 
 
+class FenceStatus(BaseModel):
+    """Whether the engine's block hashes can carry an epoch, and why not."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, frozen=True)
+
+    supported: bool = False
+    reason: str = ""
+
+
 class EngineStatus(BaseModel):
     """What an engine says of itself: ``GET /moontide/v1/status`` (docs/engine-admin-api.md).
 
@@ -49,6 +58,9 @@ class EngineStatus(BaseModel):
     patches: dict[str, str] = {}
     ranks: int = 1
     store: StoreStatus = StoreStatus()
+    salt: str = ""
+    """What the engine puts into every block hash; of the last admission that named one."""
+    fence: FenceStatus = FenceStatus()
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,7 @@ class Observed:
 
     fleets: tuple[Fleet, ...]
     now: dt.datetime
+    policy_uid: str = ""
 
 
 class Step(StrEnum):

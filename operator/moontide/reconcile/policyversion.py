@@ -49,7 +49,7 @@ async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
     status = policy.model.status or PolicyVersionStatus()
     followers = await ctx.kube.list_deployments_following(meta.namespace, meta.name)
     fleets: list[Fleet] = await fan_out(followers, lambda follower: observe(ctx, follower), limit=16)
-    observed = Observed(tuple(fleets), ctx.now())
+    observed = Observed(tuple(fleets), ctx.now(), meta.uid)
     plan = barrier.plan(policy.model.spec, meta.generation, status, observed)
 
     if plan.status != status and not await ctx.kube.apply_policy_status(

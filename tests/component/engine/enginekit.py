@@ -319,8 +319,12 @@ class Fleet:
         assert replica.post("/collective_rpc", body).status_code == 200
         assert replica.post("/update_weight_version", {"new_version": f"weights-{which}"}).status_code == 200
 
-    def bump(self, weights: str = "a", wipe: bool = True) -> int:
-        """A whole barrier on both replicas, from whatever state they are in. The new epoch."""
+    def bump(self, weights: str = "a", wipe: bool = True, salted: bool = False) -> int:
+        """A whole barrier on both replicas, from whatever state they are in. The new epoch.
+
+        ``salted`` puts the epoch into the block hashes; without it they stay in the one they are in.
+        """
+        more = {"salt": f"policy/{self.epoch + 1}"} if salted else {}
         epoch = self.next_epoch()
         for replica in self.replicas:
             replica.succeed("quiesce", epoch, mode="abort")
@@ -333,7 +337,7 @@ class Fleet:
         if wipe:
             self.wipe()
         for replica in self.replicas:
-            replica.succeed("admit", epoch, version=f"v{epoch}")
+            replica.succeed("admit", epoch, version=f"v{epoch}", **more)
         for replica in self.replicas:
             replica.succeed("resume", epoch)
         return epoch

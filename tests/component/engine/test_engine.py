@@ -294,6 +294,28 @@ def test_new_weights_with_old_blocks_are_told_apart_and_a_barrier_mends_it(open_
     assert back.tokens == old.tokens
 
 
+def test_with_the_epoch_in_the_hashes_an_unwiped_store_is_harmless(open_fleet: kit.Fleet) -> None:
+    first, second = open_fleet.replicas
+    prompt = " ".join(f"salted {number}" for number in range(60))
+    open_fleet.bump("a", salted=True)
+    open_fleet.saved(first, prompt)
+    old, hits = second.hits(prompt)
+    assert hits["external"] > 0
+    keys = open_fleet.master.keys()
+    epoch = open_fleet.bump("b", wipe=False, salted=True)
+    assert first.status()["salt"] == f"policy/{epoch}"
+    for replica in (first, second):
+        # The old blocks are still in the store, and those of the local cache are gone by the reset.
+        new, hits = replica.hits(prompt) if replica is first else (replica.complete(prompt), {})
+        assert new.tokens != old.tokens
+        assert not any(hits.values()), hits
+    assert set(keys) <= set(open_fleet.master.keys())
+    # Within the new epoch they share.
+    other = " ".join(f"shared {number}" for number in range(60))
+    open_fleet.saved(first, other)
+    assert second.hits(other)[1]["external"] > 0
+
+
 def test_reset_of_an_open_engine_is_refused(open_fleet: kit.Fleet) -> None:
     replica = open_fleet.replicas[0]
     prompt = text("open")
@@ -351,7 +373,10 @@ def test_stock_reset_keeps_to_the_namespace(open_fleet: kit.Fleet) -> None:
     open_fleet.saved(replica, text("scoped"))
     foreign = foreign_keys(3)
     with foreign:
-        assert stock_reset(replica)[0] == {"success": True}
+        keys = len(open_fleet.master.keys(f"{kit.NAMESPACE}@"))
+        assert keys > 0
+        body, _ = stock_reset(replica)
+        assert body == {"success": True, "cleared": ["local", "external"], "removed": keys}
         assert open_fleet.master.keys(f"{kit.NAMESPACE}@") == []
         assert len(open_fleet.master.keys("foreign@")) == 3
 
@@ -361,7 +386,9 @@ def test_stock_reset_leaves_the_store_alone_while_requests_run(open_fleet: kit.F
     open_fleet.saved(replica, text("busy"))
     flight = running(open_fleet, replica)
     before = set(open_fleet.master.keys(f"{kit.NAMESPACE}@"))
-    assert stock_reset(replica)[0] == {"success": False}
+    body, _ = stock_reset(replica)
+    assert (body["success"], body["cleared"]) == (False, [])
+    assert body["reason"] in ("BlocksHeld", "StoreBusy")
     assert not flight.done()
     assert before
     assert before <= set(open_fleet.master.keys(f"{kit.NAMESPACE}@"))
@@ -380,18 +407,42 @@ def test_stock_reset_tells_the_truth_about_a_frozen_and_a_dead_master(open_fleet
         body, seconds = stock_reset(replica)
     finally:
         open_fleet.master.signal(signal.SIGCONT)
-    assert body == {"success": False}
+    assert (body["success"], body["cleared"]) == (False, ["local"])
+    assert body["reason"] in ("StoreFailed", "StoreTimeout")
     assert seconds < 20
-    kit.wait_for("the store to answer again", lambda: stock_reset(replica)[0] == {"success": True}, 30)
+    kit.wait_for("the store to answer again", lambda: stock_reset(replica)[0]["success"], 30)
     open_fleet.master.kill()
     try:
         body, seconds = stock_reset(replica)
     finally:
         open_fleet.master.start()
-    assert body == {"success": False}
+    assert (body["success"], body["cleared"]) == (False, ["local"])
+    assert body["reason"] in ("StoreFailed", "StoreTimeout")
     assert seconds < 20
-    kit.wait_for("the store to answer again", lambda: stock_reset(replica)[0] == {"success": True}, 30)
+    kit.wait_for("the store to answer again", lambda: stock_reset(replica)[0]["success"], 30)
     # Both replicas lend their memory again, else later tests have no store.
+    kit.wait_for("segments", lambda: len(open_fleet.master.segments()) == 2, 30)
+
+
+def test_stock_reset_does_not_hold_up_what_runs(open_fleet: kit.Fleet) -> None:
+    replica = open_fleet.replicas[0]
+    open_fleet.saved(replica, text("held up"))
+    kit.wait_for("saves to end", lambda: stock_reset(replica)[0]["success"], 10)
+    open_fleet.master.signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        reset = open_fleet.background(stock_reset, replica)
+        time.sleep(0.2)
+        done = replica.complete(text("not held up"), 4)
+        seconds = time.monotonic() - began
+        assert not reset.done()
+        assert (done.status, done.finish) == (200, "length")
+        assert seconds < 4
+        body, _ = reset.result(20)
+    finally:
+        open_fleet.master.signal(signal.SIGCONT)
+    assert (body["success"], body["cleared"]) == (False, ["local"])
+    assert body["reason"] in ("StoreFailed", "StoreTimeout")
     kit.wait_for("segments", lambda: len(open_fleet.master.segments()) == 2, 30)
 
 

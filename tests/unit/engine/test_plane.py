@@ -38,6 +38,8 @@ class FakeEngine:
     ranks: int = 2
     store_configured: bool = True
     on_resume: Callable[[], None] | None = None
+    fence_unsupported: str = ""
+    salt: str = ""
 
     async def _say(self, call: str) -> None:
         self.calls.append(call)
@@ -45,6 +47,10 @@ class FakeEngine:
             await asyncio.sleep(self.hang)
         if self.fault is not None:
             raise self.fault
+
+    async def switch(self, salt: str) -> None:
+        await self._say("switch")
+        self.salt = salt
 
     async def probe(self) -> Probe:
         await self._say("probe")
@@ -633,6 +639,33 @@ async def test_admission_needs_drain_and_reset(plane: Plane) -> None:
     await plane.succeed("admit", 2, version="v2")
     status, answer = await plane.command("resume", 3)
     assert (status, answer["reason"]) == (409, "NotAdmitted")
+
+
+async def test_admission_switches_the_salt_of_block_hashes(plane: Plane) -> None:
+    await plane.succeed("admit", 1, version="v1", salt="uid/1")
+    await plane.succeed("resume", 1)
+    assert plane.engine.salt == "uid/1"
+    shown = (await plane.http.get("/moontide/v1/status")).json()
+    assert (shown["salt"], shown["fence"]) == ("uid/1", {"supported": True, "reason": ""})
+    # The same admission again, of an open engine: nothing to do. Another one is refused, and nothing is switched.
+    await plane.succeed("admit", 1, version="v1", salt="uid/1")
+    status, answer = await plane.command("admit", 2, version="v2", salt="uid/2")
+    assert (status, answer["reason"]) == (409, "NotClean")
+    assert plane.engine.calls.count("switch") == 1
+
+
+async def test_no_admission_without_the_switch(plane: Plane) -> None:
+    plane.engine.fault = RuntimeError("EngineDead")
+    status, answer = await plane.command("admit", 1, version="v1", salt="uid/1")
+    assert (status, answer["success"], answer["reason"]) == (200, False, "EngineFault")
+    plane.engine.fault, plane.engine.hang = None, 5
+    status, answer = await plane.command("admit", 1, version="v1", salt="uid/1", timeoutSeconds=0.1)
+    assert (status, answer["success"], answer["reason"]) == (200, False, "EngineTimeout")
+    plane.engine.hang, plane.engine.fence_unsupported = 0, "NixlConnector hands KV on"
+    status, answer = await plane.command("admit", 1, version="v1", salt="uid/1")
+    assert (status, answer["success"], answer["reason"]) == (200, False, "FenceUnsupported")
+    assert not plane.gate.admitted
+    await plane.succeed("admit", 1, version="v1")
 
 
 async def test_a_newer_command_while_the_engine_resumes_wins(plane: Plane) -> None:

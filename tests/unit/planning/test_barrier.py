@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moontide.api.v1alpha1 import PolicyVersionSpec, PolicyVersionStatus
 from moontide.planning import barrier
-from moontide.planning.model import Command, Replace, Step, Wipe
+from moontide.planning.model import Command, FenceStatus, Replace, Step, Wipe
 from tests.unit.planning.world import StaleReadError, World
 
 
@@ -44,6 +46,21 @@ def test_a_bump_goes_through_the_steps_in_order() -> None:
     assert world.condition("Current") == ("True", "Current")
     assert {(p.engine.state, p.engine.epoch, p.engine.version) for p in world.pods} == {("open", 2, "2")}
     world.serve()
+
+
+def test_admission_carries_the_salt_of_the_epoch_to_engines_that_can_fence() -> None:
+    world = bumped()
+    for _ in range(5):
+        world.turn()
+    observed = world.observe()
+    first, second = observed.fleets[0].replicas
+    assert first.status is not None
+    able = replace(first, status=first.status.model_copy(update={"fence": FenceStatus(supported=True)}))
+    fleet = replace(observed.fleets[0], replicas=(able, second))
+    observed = replace(observed, fleets=(fleet,), policy_uid="policy-uid")
+    plan = barrier.plan(world.spec, world.generation, world.status, observed)
+    bodies = {a.replica.name: a.body for a in plan.actions if isinstance(a, Command)}
+    assert bodies == {able.name: {"version": "2", "salt": "policy-uid/2"}, second.name: {"version": "2"}}
 
 
 def test_the_epoch_is_in_status_before_an_engine_hears_of_it() -> None:

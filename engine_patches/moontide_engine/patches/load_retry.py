@@ -1,0 +1,72 @@
+"""Patch ``load-retry-bound``: a load that fails is tried once more; then the request goes on without the store.
+
+With ``kv_load_failure_policy=recompute`` stock looks the request up again, and a store whose lookup keeps promising
+what its load cannot give (an expired lease, a lost segment) is believed for ever. With ``fail``, upstream's default,
+the client gets a 500. Here a failed load is always recomputed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moontide_engine.patches import Patch, replace
+from moontide_engine.patches.probe import SCHEDULER, STORE
+
+MAX_FAILED_LOADS = 2
+
+_STORE_SCHEDULER = f"{STORE}.scheduler:MooncakeStoreScheduler"
+
+
+def _init(original: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.connector is not None:
+            self.recompute_kv_load_failures = True
+
+    return init
+
+
+def _arrived(original: Any) -> Any:
+    def update_waiting_for_remote_kv(self: Any, request: Any) -> Any:
+        failed = request.request_id in self.failed_recving_kv_req_ids
+        result = original(self, request)
+        if failed and not vars(request).pop("moontide_dropped", False):
+            request.moontide_failed_loads = getattr(request, "moontide_failed_loads", 0) + 1
+        return result
+
+    return update_waiting_for_remote_kv
+
+
+def _match(original: Any) -> Any:
+    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
+        failed = getattr(request, "moontide_failed_loads", 0)
+        if failed >= MAX_FAILED_LOADS:
+            return 0, False
+        if failed:
+            # What was promised before is not to be had: ask again.
+            self.client.discard(request.request_id)
+        return original(self, request, num_computed_tokens)
+
+    return get_num_new_matched_tokens
+
+
+def _install() -> None:
+    replace(f"{SCHEDULER}.__init__", _init)
+    replace(f"{SCHEDULER}._update_waiting_for_remote_kv", _arrived)
+    replace(f"{_STORE_SCHEDULER}.get_num_new_matched_tokens", _match)
+
+
+PATCH = Patch(
+    name="load-retry-bound",
+    summary="a load that fails twice is computed instead",
+    references=(
+        f"{SCHEDULER}.__init__",
+        f"{SCHEDULER}._update_waiting_for_remote_kv",
+        f"{SCHEDULER}._handle_invalid_blocks",
+        f"{SCHEDULER}._handle_failed_recving",
+        f"{_STORE_SCHEDULER}.get_num_new_matched_tokens",
+        f"{STORE}.worker:LookupKeyClient.lookup",
+        f"{STORE}.worker:LookupKeyClient.discard",
+    ),
+    install=_install,
+)

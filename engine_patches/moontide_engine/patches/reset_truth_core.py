@@ -1,0 +1,189 @@
+"""EngineCore's half of ``reset-truth``: what is reset, in which order, and what the caller is told."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from moontide_engine.jsonlog import log
+from moontide_engine.patches.reset_truth_store import JOBS, Outcome
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one reset did. ``cleared`` has ``local``, ``external``; ``removed`` is a number of keys, None: not known."""
+
+    success: bool
+    cleared: tuple[str, ...] = ()
+    removed: int | None = None
+    reason: str = ""
+    message: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """As EngineCore's utility answers it."""
+        return {
+            "success": self.success,
+            "cleared": list(self.cleared),
+            "removed": self.removed,
+            "reason": self.reason,
+            "message": self.message,
+        }
+
+
+@dataclass
+class _Wiped:
+    """External caches that answered; ``jobs`` are the wipes that still run."""
+
+    said: bool | None = None
+    message: str = ""
+    jobs: list[Future[Outcome]] = field(default_factory=list)
+
+
+def start(core: Any, reset_running_requests: bool, reset_connector: bool) -> Future[Report]:
+    """Reset the local cache now and start to wipe the external one, if that is asked for. Never raises.
+
+    The future is done within the store timeout and a second. Only for the thread of EngineCore.
+    """
+    try:
+        refused = _reset_local(core.scheduler, reset_running_requests, reset_connector)
+    except Exception as error:
+        # vLLM raises when blocks are still held after it has preempted everything.
+        reason = "BlocksHeld" if isinstance(error, RuntimeError) else "EngineFault"
+        refused = Report(False, (), None, reason, f"{type(error).__name__}: {error}")
+    if refused is not None:
+        # The admin plane asks for a local reset many times a second until blocks are free.
+        return _resolved(_told(refused) if reset_connector else refused)
+    if not reset_connector:
+        return _resolved(Report(True, ("local",)))
+    wiped = _reset_external(core.scheduler)
+    return _gather(wiped.jobs, lambda outcomes: _told(_conclude(wiped, outcomes)))
+
+
+def _reset_local(scheduler: Any, running: bool, external: bool) -> Report | None:
+    """None, or why it was refused. The store must not be touched then: it would be filled again behind the wipe."""
+    loading = sum(1 for request in scheduler.requests.values() if request.status.name == "WAITING_FOR_REMOTE_KVS")
+    if loading and (running or external):
+        return Report(False, (), None, "LoadPending", f"{loading} requests wait for blocks from an external cache")
+    # A save is pending until every rank has reported its end, and holds its blocks as long.
+    if external and scheduler.connector is not None and scheduler.connector.has_pending_push_work():
+        return Report(False, (), None, "StoreBusy", "saves to an external cache have not ended on every rank")
+    if not scheduler.reset_prefix_cache(running, False):
+        return Report(False, (), None, "BlocksHeld", "blocks of the local prefix cache are still held")
+    return None
+
+
+def _reset_external(scheduler: Any) -> _Wiped:
+    wiped = _Wiped()
+    if scheduler.connector is None:
+        # True, with a debug line.
+        scheduler.reset_connector_cache()
+        return wiped
+    token = JOBS.set(wiped.jobs)
+    try:
+        wiped.said = scheduler.connector.reset_cache()
+    except Exception as error:
+        wiped.said, wiped.message = False, f"{type(error).__name__}: {error}"
+    finally:
+        JOBS.reset(token)
+    if wiped.said is not False and scheduler.log_stats:
+        scheduler.connector_prefix_cache_stats.reset = True
+    return wiped
+
+
+def _conclude(wiped: _Wiped, outcomes: list[Outcome]) -> Report:
+    counts = [outcome.removed for outcome in outcomes if outcome.removed is not None]
+    removed = sum(counts) if counts else None
+    bad = next((outcome for outcome in outcomes if not outcome.ok), None)
+    if bad is not None:
+        return Report(False, ("local",), removed, bad.reason, bad.message)
+    if wiped.said is False:
+        return Report(False, ("local",), removed, "ConnectorFailed", wiped.message or "a connector was not reset")
+    # A connector without a cache of its own (None) has nothing to fail at, as in stock vLLM, and cleared nothing.
+    return Report(True, ("local",) if wiped.said is None else ("local", "external"), removed)
+
+
+def _told(report: Report) -> Report:
+    if not report.success:
+        log("reset-failed", cleared=report.cleared, reason=report.reason, message=report.message)
+    return report
+
+
+def _resolved(value: _T) -> Future[_T]:
+    future: Future[_T] = Future()
+    future.set_result(value)
+    return future
+
+
+def _gather(futures: list[Future[Outcome]], conclude: Callable[[list[Outcome]], _T]) -> Future[_T]:
+    """Future of ``conclude`` of all results; a chain, not a wait. The futures must not raise."""
+    answer: Future[_T] = Future()
+
+    def go_on(outcomes: list[Outcome]) -> None:
+        if len(outcomes) == len(futures):
+            answer.set_result(conclude(outcomes))
+            return
+        futures[len(outcomes)].add_done_callback(lambda future: go_on([*outcomes, future.result()]))
+
+    go_on([])
+    return answer
+
+
+def _deferred(core: Any, future: Future[Report], show: Callable[[Report], Any]) -> Any:
+    """What a utility of EngineCore returns: a future where vLLM's loop waits for it, else the value itself."""
+    proc = importlib.import_module("vllm.v1.engine.core").EngineCoreProc
+    if future.done() or not isinstance(core, proc):
+        return show(future.result())
+    shown: Future[Any] = Future()
+    future.add_done_callback(lambda done: shown.set_result(show(done.result())))
+    return shown
+
+
+def core_reset(original: Any) -> Any:
+    """``EngineCore.reset_prefix_cache``: the truth, at once or in a future."""
+
+    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+        return _deferred(self, start(self, reset_running_requests, reset_connector), lambda report: report.success)
+
+    return reset_prefix_cache
+
+
+def moontide_reset(self: Any, reset_running_requests: bool, reset_connector: bool) -> Any:
+    """Utility of EngineCore: the same reset, answered with all that is known about it."""
+    return _deferred(self, start(self, reset_running_requests, reset_connector), Report.as_json)
+
+
+def core_reset_caches(original: Any) -> Any:
+    """``EngineCore._reset_caches``, the end of a pause or sleep. It waits: nothing runs then. Raises RuntimeError."""
+
+    def _reset_caches(self: Any, reset_running_requests: bool = True, reset_connector: bool = True) -> None:
+        report = start(self, reset_running_requests, reset_connector).result()
+        if not report.success:
+            raise RuntimeError(f"the caches were not reset: {report.reason}: {report.message}")
+        self.reset_mm_cache()
+        self.reset_encoder_cache()
+
+    return _reset_caches
+
+
+def multi_reset(original: Any) -> Any:
+    """``MultiConnector.reset_cache``: every connector is asked; None when none of them has a cache to reset."""
+
+    def reset_cache(self: Any) -> bool | None:
+        answers: list[bool] = []
+        for connector in self._connectors:
+            try:
+                answer = connector.reset_cache()
+            except Exception as error:
+                name = type(connector).__name__
+                log("connector-reset-failed", connector=name, error=f"{type(error).__name__}: {error}")
+                answer = False
+            if answer is not None:
+                answers.append(bool(answer))
+        return all(answers) if answers else None
+
+    return reset_cache

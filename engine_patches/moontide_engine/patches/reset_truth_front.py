@@ -1,0 +1,86 @@
+"""The front end's half of ``reset-truth``: the reset route's body, and resets after an update of the weights."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+ROUTER = "vllm.entrypoints.serve.dev.cache.api_router"
+PATH = "/reset_prefix_cache"
+
+
+class CachesNotReset(RuntimeError):
+    """The weights are new and a cache may still hold blocks of the old ones."""
+
+
+def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Body of the route from the answers of all engine cores: cleared is what every one of them cleared."""
+    bad = next((answer for answer in answers if not answer["success"]), None)
+    counts = [answer["removed"] for answer in answers if answer["removed"] is not None]
+    body: dict[str, Any] = {
+        "success": bool(answers) and bad is None,
+        "cleared": [name for name in ("local", "external") if answers and all(name in a["cleared"] for a in answers)],
+        "removed": sum(counts) if counts else None,
+    }
+    if not body["success"]:
+        body["reason"] = bad["reason"] if bad else "EngineFault"
+        body["message"] = bad["message"] if bad else "no engine core answered"
+    return body
+
+
+async def _ask(client: Any, running: bool, external: bool) -> dict[str, Any]:
+    return merged(await client.engine_core.call_utility_all_async("moontide_reset", running, external))
+
+
+def route(original: Any) -> Any:
+    """Handler of ``POST /reset_prefix_cache``; FastAPI reads its parameters from the original."""
+
+    async def reset_prefix_cache(
+        raw_request: Any, reset_running_requests: bool = False, reset_external: bool = False
+    ) -> Any:
+        module = importlib.import_module(ROUTER)
+        body = await _ask(module.engine_client(raw_request), reset_running_requests, reset_external)
+        return module.JSONResponse(content=body)
+
+    return reset_prefix_cache
+
+
+def reroute() -> None:
+    """Let the router, which took the original when its module was imported, serve what the module has now."""
+    module = importlib.import_module(ROUTER)
+    module.router.routes[:] = [entry for entry in module.router.routes if entry.path != PATH]
+    module.router.add_api_route(PATH, module.reset_prefix_cache, methods=["POST"])
+
+
+def _not_reset(why: str) -> CachesNotReset:
+    return CachesNotReset(
+        f"the weights were updated, the caches were not reset ({why}) and the weight version was left as it was; "
+        "reset them with POST /reset_prefix_cache?reset_external=true, then set the version"
+    )
+
+
+def finish_online(original: Any) -> Any:
+    """``AsyncLLM.finish_weight_update``: both caches are reset before the version is set. Raises CachesNotReset."""
+
+    async def finish_weight_update(self: Any, weight_version: str | None = None) -> None:
+        await original(self, None)
+        body = await _ask(self, False, True)
+        if not body["success"]:
+            raise _not_reset(f"{body['reason']}: {body['message']}")
+        if weight_version is not None:
+            await self.update_weight_version(weight_version)
+
+    return finish_weight_update
+
+
+def finish_offline(original: Any) -> Any:
+    """``LLM.finish_weight_update``, the same. Raises CachesNotReset."""
+
+    def finish_weight_update(self: Any, weight_version: str | None = None) -> None:
+        original(self, None)
+        if not self.llm_engine.reset_prefix_cache(False, True):
+            raise _not_reset("the engine's log says why")
+        if weight_version is not None:
+            self.update_weight_version(weight_version)
+
+    return finish_weight_update

@@ -1,0 +1,367 @@
+"""A real EngineCore, scheduler and scheduler half of the Mooncake connector, with a simulated worker.
+
+The worker keeps, for each token slot of each block, a digest of the token, of the policy that computed it, and of what
+the slot before it held. What it samples is a digest of every slot a request can see. So an answer is right only if
+every block it was computed from was: the same prompt on a fresh engine with one policy is the oracle, exact to the
+token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
+    MooncakeLookupResult,
+    MooncakeStoreWorkerMetadata,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from moontide_engine.patches import Patch
+
+BLOCK = 16
+VOCABULARY = 500
+Slot = tuple[str, int]
+"""Policy that computed a token, digest of everything up to it."""
+
+
+def digest(*parts: object) -> int:
+    """A stable number for a sequence of parts."""
+    return zlib.crc32(repr(parts).encode())
+
+
+@dataclass
+class SimStore:
+    """Blocks by hash, as one Mooncake store holds them for several engines."""
+
+    blocks: dict[bytes, list[Slot]] = field(default_factory=dict)
+    lookups: int = 0
+    promise: bool = False
+    """Promise every block, whether it is there or not."""
+    fail_loads: bool = False
+    load_steps: int = 1
+    """Engine steps that a load takes."""
+    save_steps: int = 0
+    loaded: int = 0
+    failed: int = 0
+
+    def hits(self, num_tokens: int, hashes: Sequence[bytes]) -> int:
+        """Tokens of the longest stored prefix; at least one token is left to compute."""
+        self.lookups += 1
+        count = 0
+        for value in hashes[: (num_tokens - 1) // BLOCK]:
+            if not self.promise and bytes(value) not in self.blocks:
+                break
+            count += 1
+        return count * BLOCK
+
+
+@dataclass
+class _Seen:
+    tokens: list[int]
+    blocks: list[int]
+
+
+class SimExecutor(Executor):
+    """One simulated worker. It sees what a worker process would: a pickled copy of each scheduler output."""
+
+    def _init_executor(self) -> None:
+        self.policy = "a"
+        self.store = SimStore()
+        self.kv: dict[tuple[int, int], Slot] = {}
+        self.seen: dict[str, _Seen] = {}
+        self.steps = 0
+        self.loads: list[tuple[int, str, list[tuple[int, bytes]]]] = []
+        self.saves: list[tuple[int, int, list[tuple[bytes, list[Slot]]]]] = []
+        self.pending: ModelRunnerOutput | None = None
+
+    def collective_rpc(  # type: ignore[override]
+        self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, non_block: bool = False
+    ) -> Any:
+        answers: dict[str, Any] = {
+            "get_kv_cache_spec": {
+                "layer": FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float16)
+            },
+            "get_supported_kv_cache_layouts": ["LBNHC"],
+            "determine_available_memory": 1 << 30,
+            "compile_or_warm_up_model": CompilationTimes(0.0, 0.0),
+        }
+        if method == "execute_model":
+            result = self._execute(pickle.loads(pickle.dumps(args[0])))
+        elif method == "sample_tokens":
+            result, self.pending = self.pending, None
+        else:
+            result = answers.get(method)
+        if not non_block:
+            return [result]
+        done: Future[Any] = Future()
+        done.set_result(result)
+        return [done]
+
+    def check_health(self) -> None:
+        """It is."""
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _execute(self, output: Any) -> ModelRunnerOutput | None:
+        self.steps += 1
+        for gone in output.finished_req_ids:
+            self.seen.pop(gone, None)
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids or new.prompt_token_ids
+            self.seen[new.req_id] = _Seen(list(tokens), list(new.block_ids[0]))
+        cached = output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for index, request in enumerate(cached.req_ids):
+            seen = self.seen[request]
+            fresh = cached.new_block_ids[index]
+            if request in cached.resumed_req_ids:
+                seen.blocks = list(fresh[0])
+                if request in cached.all_token_ids:
+                    seen.tokens = list(cached.all_token_ids[request])
+            elif fresh:
+                seen.blocks.extend(fresh[0])
+            starts[request] = cached.num_computed_tokens[index]
+        transfers = self._transfers(output.kv_connector_metadata)
+        ids, sampled = [], []
+        for request, count in output.num_scheduled_tokens.items():
+            seen = self.seen[request]
+            end = starts[request] + count
+            self._compute(seen, starts[request], min(end, len(seen.tokens)))
+            token: list[int] = []
+            if end >= len(seen.tokens):
+                token = [digest(*self._visible(seen)) % VOCABULARY]
+                seen.tokens.extend(token)
+            ids.append(request)
+            sampled.append(token)
+        self._save(output.kv_connector_metadata)
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request: index for index, request in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=transfers,
+        )
+        if not ids:
+            return result
+        self.pending = result
+        return None
+
+    def _slot(self, seen: _Seen, position: int) -> tuple[int, int]:
+        return seen.blocks[position // BLOCK], position % BLOCK
+
+    def _compute(self, seen: _Seen, start: int, end: int) -> None:
+        before = self.kv.get(self._slot(seen, start - 1)) if start else ("", 0)
+        for position in range(start, end):
+            before = (self.policy, digest(before, seen.tokens[position], self.policy))
+            self.kv[self._slot(seen, position)] = before
+
+    def _visible(self, seen: _Seen) -> list[Slot | None]:
+        return [self.kv.get(self._slot(seen, position)) for position in range(len(seen.tokens))]
+
+    def _transfers(self, metadata: Any) -> KVConnectorOutput | None:
+        for meta in getattr(metadata, "requests", ()):
+            spec = meta.load_spec
+            if spec is not None and spec.can_load:
+                first, last = spec.vllm_cached_tokens // BLOCK, spec.kvpool_cached_tokens // BLOCK
+                wanted = [(meta.block_ids[0][i], bytes(meta.block_hashes[i])) for i in range(first, last)]
+                self.loads.append((self.steps + self.store.load_steps, meta.req_id, wanted))
+        output = KVConnectorOutput(finished_recving=set(), invalid_block_ids=set())
+        for due, request, wanted in [load for load in self.loads if load[0] <= self.steps]:
+            self.loads.remove((due, request, wanted))
+            assert output.finished_recving is not None
+            output.finished_recving.add(request)
+            for block, key in wanted:
+                content = None if self.store.fail_loads else self.store.blocks.get(key)
+                if content is None:
+                    output.invalid_block_ids.add(block)
+                    self.store.failed += 1
+                    continue
+                self.store.loaded += 1
+                for offset, slot in enumerate(content):
+                    self.kv[block, offset] = slot
+        ended = {}
+        for due, job, content in [save for save in self.saves if save[0] <= self.steps]:
+            self.saves.remove((due, job, content))
+            for key, slots in content:
+                self.store.blocks.setdefault(key, slots)
+            ended[job] = 1
+        if ended:
+            output.kv_connector_worker_meta = MooncakeStoreWorkerMetadata(ended)
+        return None if metadata is None else output
+
+    def _save(self, metadata: Any) -> None:
+        for meta in getattr(metadata, "requests", ()):
+            if not meta.can_save:
+                continue
+            content = []
+            for index in range(min(meta.token_len_chunk // BLOCK, len(meta.block_hashes))):
+                block = meta.block_ids[0][index]
+                slots = [self.kv.get((block, offset)) for offset in range(BLOCK)]
+                if None not in slots:
+                    content.append((bytes(meta.block_hashes[index]), slots))
+            self.saves.append((self.steps + 1 + self.store.save_steps, meta.store_job_id, content))
+
+
+class Core:
+    """An engine core and what became of its requests."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        store: SimStore | None = None,
+        policy: str = "a",
+        load_failure: str = "recompute",
+        **overrides: Any,
+    ) -> None:
+        options: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": 512,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 512,
+            "enable_prefix_caching": True,
+            "enforce_eager": True,
+            "async_scheduling": False,
+            **overrides,
+        }
+        if store is not None:
+            options["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="MooncakeStoreConnector",
+                kv_role="kv_both",
+                kv_load_failure_policy=load_failure,
+                kv_connector_extra_config={"lookup_rpc_port": str(random.randrange(10**9))},
+            )
+        config = EngineArgs(**options).create_engine_config()
+        self.core = EngineCore(config, SimExecutor, log_stats=False)
+        self.worker: Any = self.core.model_executor
+        self.worker.policy = policy
+        if store is not None:
+            self.worker.store = store
+            client = self.scheduler.connector.connector_scheduler.client
+            client._lookup = lambda count, hashes: MooncakeLookupResult(store.hits(count, hashes))
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+
+    @property
+    def scheduler(self) -> Any:
+        """The core's scheduler."""
+        return self.core.scheduler
+
+    def request(self, name: str, prompt: Sequence[int], tokens: int = 4) -> EngineCoreRequest:
+        """A greedy request as the API server sends it."""
+        parameters = SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
+        return EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            mm_features=None,
+            sampling_params=parameters,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+
+    def add(self, name: str, prompt: Sequence[int], tokens: int = 4) -> None:
+        """Hash it, as the input thread does, and add it, as the core thread does."""
+        self.tokens[name] = []
+        self.core.add_request(*self.core.preprocess_add_request(self.request(name, prompt, tokens)))
+
+    def step(self, count: int = 1) -> None:
+        """So many engine steps."""
+        for _ in range(count):
+            outputs, executed = self.core.step_fn()
+            self.core.post_step(executed)
+            for group in (outputs or {}).values():
+                for output in group.outputs:
+                    self.tokens[output.request_id].extend(output.new_token_ids)
+                    if output.finish_reason is not None:
+                        self.finished[output.request_id] = str(output.finish_reason)
+                        if output.prefill_stats is not None:
+                            self.cached[output.request_id] = output.prefill_stats.num_cached_tokens
+
+    def run(self, steps: int = 500) -> int:
+        """Step until every request has ended; gives the steps. Raises AssertionError if they do not."""
+        for number in range(steps):
+            if self.finished.keys() == self.tokens.keys():
+                return number
+            self.step()
+        raise AssertionError(f"{self.tokens.keys() - self.finished.keys()} have not ended after {steps} steps")
+
+    def settle(self) -> None:
+        """Step until nothing is left to save or to free."""
+        for _ in range(50):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+
+    def ask(self, name: str, prompt: Sequence[int], tokens: int = 4) -> list[int]:
+        """Add one request and run until it has ended."""
+        self.add(name, prompt, tokens)
+        self.run()
+        return self.tokens[name]
+
+
+def cold(policy: str, prompt: Sequence[int], tokens: int) -> list[int]:
+    """What an engine with one policy and no cache answers: the worker's arithmetic, written out."""
+    text = list(prompt)
+    slots: list[Slot] = []
+    answer = []
+    for _ in range(tokens):
+        for position in range(len(slots), len(text)):
+            slots.append((policy, digest(slots[-1] if slots else ("", 0), text[position], policy)))
+        answer.append(digest(*slots) % VOCABULARY)
+        text.append(answer[-1])
+    return answer
+
+
+def prompt(seed: int, length: int = 100) -> list[int]:
+    """Random tokens."""
+    source = random.Random(seed)
+    return [source.randrange(VOCABULARY) for _ in range(length)]
+
+
+@contextlib.contextmanager
+def installed(*patches: Patch, on: bool = True) -> Iterator[None]:
+    """The patches, for a while: what they replaced or added to classes comes back at the end."""
+    if not on:
+        yield
+        return
+    owners = set()
+    for patch in patches:
+        for target in patch.references:
+            from moontide_engine import fingerprint
+
+            owners.add(fingerprint.resolve(target)[0])
+    kept = {owner: dict(vars(owner)) for owner in owners}
+    try:
+        for patch in patches:
+            patch.install()
+        yield
+    finally:
+        for owner, before in kept.items():
+            for name in set(vars(owner)) - set(before):
+                delattr(owner, name)
+            for name, value in before.items():
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)

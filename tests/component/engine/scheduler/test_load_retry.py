@@ -1,0 +1,61 @@
+"""Patch load-retry-bound: a store that promises and does not deliver. Off must fail, on must pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import corekit as kit
+import pytest
+
+from moontide_engine.patches import load_retry
+
+STOCK = pytest.param(
+    False, id="off", marks=pytest.mark.xfail(strict=True, reason="stock vLLM: the request is looked up for ever")
+)
+
+
+@pytest.fixture(params=[STOCK, pytest.param(True, id="on")])
+def patched(request: pytest.FixtureRequest) -> Iterator[bool]:
+    with kit.installed(load_retry.PATCH, on=request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("fault", ["vanished", "expired lease"])
+def test_what_cannot_be_loaded_is_computed(tiny: Path, patched: bool, asynchronous: bool, fault: str) -> None:
+    store, text = kit.SimStore(), kit.prompt(1)
+    core = kit.Core(tiny, store=store, async_scheduling=asynchronous)
+    if fault == "vanished":
+        store.promise = True
+    else:
+        other = kit.Core(tiny, store=store, async_scheduling=asynchronous)
+        other.ask("first", text)
+        other.settle()
+        store.fail_loads = True
+    core.add("r", text)
+    steps = core.run(200)
+    print(f"{fault}: {store.failed} blocks failed in {store.lookups} lookups, answered after {steps} steps")
+    assert core.tokens["r"] == kit.cold("a", text, 4)
+    assert store.failed == 12, "two loads of six blocks"
+
+
+def test_one_failure_does_not_give_up_the_store(tiny: Path) -> None:
+    store, text = kit.SimStore(fail_loads=True), kit.prompt(1)
+    with kit.installed(load_retry.PATCH):
+        first, second = (kit.Core(tiny, store=store) for _ in range(2))
+        first.ask("first", text)
+        first.settle()
+        second.add("r", text)
+        while not store.failed:
+            second.step()
+        store.fail_loads = False
+        second.run()
+    assert second.tokens["r"] == kit.cold("a", text, 4)
+    assert store.loaded == 6
+
+
+def test_the_default_policy_is_no_error_either(tiny: Path, patched: bool) -> None:
+    core = kit.Core(tiny, store=kit.SimStore(promise=True), load_failure="fail")
+    core.ask("r", kit.prompt(1))
+    assert core.finished["r"] == "length"
