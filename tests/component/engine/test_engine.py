@@ -37,13 +37,20 @@ def running(fleet: kit.Fleet, replica: kit.Replica, tokens: int = LONG) -> Any:
 # -- the gate ----------------------------------------------------------------------------------------------------------
 
 
+PATCHES = (
+    *("gate", "probe", "reset-truth", "policy-epoch"),
+    *("resume-safety", "load-retry-bound", "lookup-economy"),
+)
+
+
 def test_closed_from_the_start(fleet: kit.Fleet) -> None:
     boots = set()
     for replica in fleet.replicas:
         status = replica.at_start["status"]
         assert (status["state"], status["reason"], status["admitted"]) == ("closed", "Starting", False)
         assert (status["clean"], status["drained"]) == (True, True)
-        assert status["patches"] == {"gate": "applied", "probe": "applied", "reset-truth": "applied"}
+        assert status["patches"] == dict.fromkeys(PATCHES, "applied")
+        assert status["fence"] == {"supported": True, "reason": ""}
         assert status["engineVersion"] == "0.32.0"
         assert status["ranks"] == 1
         assert status["store"] == {"configured": True, "attached": True, "reason": ""}
