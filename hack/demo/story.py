@@ -125,6 +125,11 @@ def tell(
     statuses = {each.name: each.look() for each in replicas}
     reset = [name for name, seen in statuses.items() if _is_reset(seen, new, epoch)]
     voice.claim(f"replicas in epoch {epoch}: {len(reset)} of {len(replicas)}", len(reset) == len(replicas))
+    salt = f"{policy['metadata']['uid']}/{epoch}"
+    salted = sum(seen.get("salt") == salt for seen in statuses.values())
+    voice.claim(
+        f"block hashes carry the policy's UID and epoch: on {salted} of {len(replicas)}", salted == len(replicas)
+    )
     same = all(str(seen["bootId"]) == boots[name] for name, seen in statuses.items())
     voice.claim("no engine was restarted: the boot ids are the same", same)
 
