@@ -13,7 +13,8 @@ REPORT = """<testsuites><testsuite name="x">
 <testcase classname="a" name="good"/>
 <testcase classname="a" name="bad"><failure message="no"/></testcase>
 <testcase classname="a" name="broken"><error message="no"/></testcase>
-<testcase classname="a" name="left_out"><skipped message="why"/></testcase>
+<testcase classname="a" name="left_out"><skipped type="pytest.skip" message="why"/></testcase>
+<testcase classname="a" name="must_fail_off"><skipped type="pytest.xfail" message="stock: ..."/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -22,7 +23,7 @@ def test_failures_errors_and_skips_all_fail_a_stage(tmp_path: Path) -> None:
     report.write_text(REPORT)
     outcome = Outcome("unit")
     runner.read_report(report, outcome)
-    assert (outcome.passed, outcome.failed) == (1, 3)
+    assert (outcome.passed, outcome.failed) == (2, 3)
     assert outcome.problems == ["failed: a::bad", "failed: a::broken", "skipped: a::left_out"]
 
 
