@@ -46,7 +46,7 @@ class Outcome:
 def read_report(path: Path, outcome: Outcome) -> None:
     """Add a JUnit report to a stage's outcome. A skipped test is a failed one: nothing here is left out in silence.
 
-    A test that must fail without a patch, and did (a strict xfail; pyproject.toml makes all of them strict), has passed.
+    A test that must fail without a patch, and did, has passed (an xfail; pyproject.toml makes all of them strict).
     """
     for case in ET.parse(path).getroot().iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
