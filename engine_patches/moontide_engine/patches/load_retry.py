@@ -39,12 +39,8 @@ def _arrived(original: Any) -> Any:
 
 def _match(original: Any) -> Any:
     def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
-        failed = getattr(request, "moontide_failed_loads", 0)
-        if failed >= MAX_FAILED_LOADS:
+        if getattr(request, "moontide_failed_loads", 0) >= MAX_FAILED_LOADS:
             return 0, False
-        if failed:
-            # What was promised before is not to be had: ask again.
-            self.client.discard(request.request_id)
         return original(self, request, num_computed_tokens)
 
     return get_num_new_matched_tokens
@@ -65,8 +61,6 @@ PATCH = Patch(
         f"{SCHEDULER}._handle_invalid_blocks",
         f"{SCHEDULER}._handle_failed_recving",
         f"{_STORE_SCHEDULER}.get_num_new_matched_tokens",
-        f"{STORE}.worker:LookupKeyClient.lookup",
-        f"{STORE}.worker:LookupKeyClient.discard",
     ),
     install=_install,
 )

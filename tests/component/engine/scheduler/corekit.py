@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
@@ -41,6 +43,20 @@ Slot = tuple[str, int]
 """Policy that computed a token, digest of everything up to it."""
 
 
+class Stuck(Exception):
+    """Requests did not end within the steps they were given."""
+
+
+def off(reason: str, raises: type[BaseException] | tuple[type[BaseException], ...] = AssertionError) -> Any:
+    """The parameter False, for a run without the patch: it must fail, with ``raises`` and nothing else."""
+    return pytest.param(
+        False, id="off", marks=pytest.mark.xfail(strict=True, raises=raises, reason=f"stock vLLM: {reason}")
+    )
+
+
+ON = pytest.param(True, id="on")
+
+
 def digest(*parts: object) -> int:
     """A stable number for a sequence of parts."""
     return zlib.crc32(repr(parts).encode())
@@ -52,6 +68,7 @@ class SimStore:
 
     blocks: dict[bytes, list[Slot]] = field(default_factory=dict)
     lookups: int = 0
+    lookup_seconds: float = 0.0
     promise: bool = False
     """Promise every block, whether it is there or not."""
     fail_loads: bool = False
@@ -64,6 +81,7 @@ class SimStore:
     def hits(self, num_tokens: int, hashes: Sequence[bytes]) -> int:
         """Tokens of the longest stored prefix; at least one token is left to compute."""
         self.lookups += 1
+        time.sleep(self.lookup_seconds)
         count = 0
         for value in hashes[: (num_tokens - 1) // BLOCK]:
             if not self.promise and bytes(value) not in self.blocks:
@@ -228,6 +246,7 @@ class Core:
         store: SimStore | None = None,
         policy: str = "a",
         load_failure: str = "recompute",
+        lookup_async: bool = False,
         **overrides: Any,
     ) -> None:
         options: dict[str, Any] = {
@@ -248,7 +267,10 @@ class Core:
                 kv_connector="MooncakeStoreConnector",
                 kv_role="kv_both",
                 kv_load_failure_policy=load_failure,
-                kv_connector_extra_config={"lookup_rpc_port": str(random.randrange(10**9))},
+                kv_connector_extra_config={
+                    "lookup_rpc_port": str(random.randrange(10**9)),
+                    "lookup_async": lookup_async,
+                },
             )
         config = EngineArgs(**options).create_engine_config()
         self.core = EngineCore(config, SimExecutor, log_stats=False)
@@ -301,12 +323,12 @@ class Core:
                             self.cached[output.request_id] = output.prefill_stats.num_cached_tokens
 
     def run(self, steps: int = 500) -> int:
-        """Step until every request has ended; gives the steps. Raises AssertionError if they do not."""
+        """Step until every request has ended; gives the steps. Raises Stuck if they do not."""
         for number in range(steps):
             if self.finished.keys() == self.tokens.keys():
                 return number
             self.step()
-        raise AssertionError(f"{self.tokens.keys() - self.finished.keys()} have not ended after {steps} steps")
+        raise Stuck(f"{self.tokens.keys() - self.finished.keys()} have not ended after {steps} steps")
 
     def settle(self) -> None:
         """Step until nothing is left to save or to free."""

@@ -10,17 +10,17 @@ import pytest
 
 from moontide_engine.patches import load_retry
 
-STOCK = pytest.param(
-    False, id="off", marks=pytest.mark.xfail(strict=True, reason="stock vLLM: the request is looked up for ever")
-)
+FOR_EVER = kit.off("the request is looked up for ever", kit.Stuck)
+ERROR = kit.off("the request ends with an error")
 
 
-@pytest.fixture(params=[STOCK, pytest.param(True, id="on")])
+@pytest.fixture
 def patched(request: pytest.FixtureRequest) -> Iterator[bool]:
     with kit.installed(load_retry.PATCH, on=request.param):
         yield request.param
 
 
+@pytest.mark.parametrize("patched", [FOR_EVER, kit.ON], indirect=True)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("fault", ["vanished", "expired lease"])
 def test_what_cannot_be_loaded_is_computed(tiny: Path, patched: bool, asynchronous: bool, fault: str) -> None:
@@ -55,6 +55,21 @@ def test_one_failure_does_not_give_up_the_store(tiny: Path) -> None:
     assert store.loaded == 6
 
 
+def test_a_lookup_beside_the_scheduler_may_take_its_time(tiny: Path) -> None:
+    store, text = kit.SimStore(fail_loads=True, promise=True, lookup_seconds=0.005), kit.prompt(1)
+    with kit.installed(load_retry.PATCH):
+        core = kit.Core(tiny, store=store, lookup_async=True)
+        core.add("r", text)
+        for _ in range(2000):
+            core.step()
+            if core.finished:
+                break
+    print(f"{store.lookups} lookups")
+    assert core.tokens["r"] == kit.cold("a", text, 4)
+    assert store.lookups == 2, "one for each load"
+
+
+@pytest.mark.parametrize("patched", [ERROR, kit.ON], indirect=True)
 def test_the_default_policy_is_no_error_either(tiny: Path, patched: bool) -> None:
     core = kit.Core(tiny, store=kit.SimStore(promise=True), load_failure="fail")
     core.ask("r", kit.prompt(1))

@@ -30,10 +30,7 @@ BOUND = 20.0
 
 def both(reason: str) -> Any:
     """Run with and without the patch; without it the test fails, for that reason."""
-    stock = pytest.param(
-        False, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"stock vLLM: {reason}"), id="stock"
-    )
-    return pytest.mark.parametrize("patched", [stock, pytest.param(True, id="patched")])
+    return pytest.mark.parametrize("patched", [kit.off(reason), kit.ON])
 
 
 class StubWorker:

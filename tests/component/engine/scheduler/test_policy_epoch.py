@@ -11,12 +11,8 @@ import pytest
 
 from moontide_engine.patches import policy_epoch
 
-STOCK = pytest.param(
-    False, id="off", marks=pytest.mark.xfail(strict=True, reason="stock vLLM: hashes do not know of policies")
-)
 
-
-@pytest.fixture(params=[STOCK, pytest.param(True, id="on")])
+@pytest.fixture(params=[kit.off("hashes do not know of policies"), kit.ON])
 def patched(request: pytest.FixtureRequest) -> Iterator[bool]:
     with kit.installed(policy_epoch.PATCH, on=request.param):
         yield request.param

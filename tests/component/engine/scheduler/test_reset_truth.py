@@ -55,8 +55,8 @@ def patching(on: bool = True) -> Iterator[None]:
 
 def modes(reason: str) -> Any:
     """Both ways to run a test: without the patch it shows the fault."""
-    off = pytest.param(False, id="off", marks=pytest.mark.xfail(strict=True, reason=f"stock vLLM: {reason}"))
-    return pytest.mark.parametrize("patched", [off, pytest.param(True, id="on")], indirect=True)
+    off = kit.off(reason, (AssertionError, pytest.fail.Exception))
+    return pytest.mark.parametrize("patched", [off, kit.ON], indirect=True)
 
 
 @pytest.fixture

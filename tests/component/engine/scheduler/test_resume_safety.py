@@ -10,14 +10,8 @@ import pytest
 
 from moontide_engine.patches import resume_safety
 
-STOCK = pytest.param(
-    False,
-    id="off",
-    marks=pytest.mark.xfail(strict=True, reason="stock vLLM: EngineCore dies, or the load is never sent"),
-)
 
-
-@pytest.fixture(params=[STOCK, pytest.param(True, id="on")])
+@pytest.fixture(params=[kit.off("EngineCore dies, or the load is never sent", (TypeError, kit.Stuck)), kit.ON])
 def patched(request: pytest.FixtureRequest) -> Iterator[bool]:
     with kit.installed(resume_safety.PATCH, on=request.param):
         yield request.param
