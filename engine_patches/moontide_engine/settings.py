@@ -47,19 +47,20 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
         )
     return Settings(
         admin_host=env.get("MOONTIDE_ADMIN_HOST", "0.0.0.0"),
-        admin_port=int(_number(env, "MOONTIDE_ADMIN_PORT", 8001, 1, 65535)),
+        admin_port=int(number(env, "MOONTIDE_ADMIN_PORT", 8001, 1, 65535)),
         token_file=env.get("MOONTIDE_ADMIN_TOKEN_FILE", "/etc/moontide/admin/token"),
         pod_uid=env.get("MOONTIDE_POD_UID", ""),
         key_namespace=namespace,
         weights_version=env.get("MOONTIDE_WEIGHTS_VERSION", "") or "default",
-        max_held=int(_number(env, "MOONTIDE_MAX_HELD", 1024, 0, 1_000_000)),
-        admit_ttl=_number(env, "MOONTIDE_ADMIT_TTL_SECONDS", 120, 0.1, 86_400),
-        store_timeout=_number(env, "MOONTIDE_STORE_TIMEOUT_SECONDS", 10, 0.1, 600),
-        worker_spin=_number(env, _SPIN, 1, 0, 1) if env.get(_SPIN) else None,
+        max_held=int(number(env, "MOONTIDE_MAX_HELD", 1024, 0, 1_000_000)),
+        admit_ttl=number(env, "MOONTIDE_ADMIT_TTL_SECONDS", 120, 0.1, 86_400),
+        store_timeout=number(env, "MOONTIDE_STORE_TIMEOUT_SECONDS", 10, 0.1, 600),
+        worker_spin=number(env, _SPIN, 1, 0, 1) if env.get(_SPIN) else None,
     )
 
 
-def _number(env: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+def number(env: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+    """A variable's value, ``default`` if it is unset or empty. Raises SettingsError outside ``low`` to ``high``."""
     text = env.get(name, "")
     if not text:
         return default

@@ -21,7 +21,8 @@ from typing import Any
 from moontide_engine.jsonlog import log
 from moontide_engine.patches import Patch, replace
 from moontide_engine.patches.probe import STORE
-from moontide_engine.settings import _number
+from moontide_engine.patches.reset_truth_store import rebuild
+from moontide_engine.settings import number
 
 _GRACE = 0.5
 """Seconds beyond the timeout that the scheduler leaves to the thread that asks."""
@@ -56,8 +57,8 @@ def load(env: Mapping[str, str] | None = None) -> LookupSettings:
     """Settings from the environment. Raises SettingsError."""
     env = os.environ if env is None else env
     return LookupSettings(
-        timeout=_number(env, "MOONTIDE_LOOKUP_TIMEOUT_SECONDS", 1.0, 0.01, 60),
-        memo=_number(env, "MOONTIDE_LOOKUP_MEMO_SECONDS", 2.5, 0, 300),
+        timeout=number(env, "MOONTIDE_LOOKUP_TIMEOUT_SECONDS", 1.0, 0.01, 60),
+        memo=number(env, "MOONTIDE_LOOKUP_MEMO_SECONDS", 2.5, 0, 300),
     )
 
 
@@ -241,7 +242,7 @@ def _client_lookup_inner(original: Any) -> Any:
         try:
             result = _bounded(self, economy.settings.timeout, original, num_tokens, block_hashes)
         except Exception as error:
-            _rebuild(self)
+            rebuild(self, economy.path)
             took = economy.clock() - started
             raise economy.failed(f"{type(error).__name__} after {took:.2f} s: {error}") from error
         took = economy.clock() - started
@@ -264,15 +265,6 @@ def _bounded(client: Any, seconds: float, original: Any, num_tokens: int, block_
     for option in (zmq.SNDTIMEO, zmq.RCVTIMEO):
         socket.setsockopt(option, -1)
     return result
-
-
-def _rebuild(client: Any) -> None:
-    """Put a new request socket in the place of one that missed its answer: a late answer ends with the old one."""
-    if client.socket.closed:
-        return
-    module: Any = importlib.import_module(f"{STORE}.worker")
-    client.socket.close(linger=0)
-    client.socket = module.make_zmq_socket(client.ctx, client.moontide_economy.path, module.zmq.REQ, bind=False)
 
 
 def _client_lookup(original: Any) -> Any:

@@ -144,7 +144,7 @@ def client_reset_inner(original: Any) -> Any:
             answer = _exchange(self, protocol.RESET_MSG)
         except BaseException:
             # A request socket that missed its answer can never be used again.
-            _rebuild(self)
+            rebuild(self, self.moontide_path)
             raise
         if answer[:1] != protocol.RESP_OK:
             raise StoreResetFailed(answer[1:].decode(errors="replace") or "the worker could not wipe the store")
@@ -163,10 +163,16 @@ def _exchange(client: Any, message: bytes) -> bytes:
     return bytes(client.socket.recv())
 
 
-def _rebuild(client: Any) -> None:
+def rebuild(client: Any, path: str) -> None:
+    """Put a new request socket in the place of one that missed its answer: a late answer ends with the old one.
+
+    A client that was closed meanwhile stays closed.
+    """
+    if client.socket.closed:
+        return
     module = importlib.import_module(f"{STORE}.worker")
     client.socket.close(linger=0)
-    client.socket = module.make_zmq_socket(client.ctx, client.moontide_path, module.zmq.REQ, bind=False)
+    client.socket = module.make_zmq_socket(client.ctx, path, module.zmq.REQ, bind=False)
 
 
 def client_reset(original: Any) -> Any:

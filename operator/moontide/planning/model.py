@@ -24,12 +24,11 @@ class StoreStatus(BaseModel):
 
 
 class FenceStatus(BaseModel):
-    """Whether the engine's block hashes can carry an epoch, and why not."""
+    """Whether the engine's block hashes can carry an epoch."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, frozen=True)
 
     supported: bool = False
-    reason: str = ""
 
 
 class EngineStatus(BaseModel):
@@ -58,8 +57,6 @@ class EngineStatus(BaseModel):
     patches: dict[str, str] = {}
     ranks: int = 1
     store: StoreStatus = StoreStatus()
-    salt: str = ""
-    """What the engine puts into every block hash; of the last admission that named one."""
     fence: FenceStatus = FenceStatus()
 
 
