@@ -1,5 +1,9 @@
 """The wiper: a small store client beside the Mooncake master that removes the keys of one namespace on demand.
 
+*wipe* removes all of them at once, for a fleet that stands still. *collect* removes those of old epochs beside the
+load: one removal by pattern of 200,000 keys holds other clients up for seconds, a listing and small batches for
+milliseconds (``bench/collect.py``).
+
 ``python -m moontide_engine.wiper`` serves HTTP. The store's native client lives in a child process, because a call on
 it cannot be interrupted and a client whose master went away may stay useless: after any failure the child is killed and
 the next call gets a new one. The client lends no memory (segments and buffers of size 0), so the master does not count
@@ -18,21 +22,25 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from moontide_engine.auth import TokenFile, bearer_tokens
 from moontide_engine.jsonlog import log
-from moontide_engine.namespace import is_namespace, pattern
+from moontide_engine.namespace import is_namespace, is_of_another_epoch, pattern, tag
 
 BODY_LIMIT = 64 * 1024
 MAX_SECONDS = 600.0
 KEYS_TIMEOUT = 30.0
+# Keys a call when collecting. After each call the store has as long for itself as the call took.
+BATCH = 1000
+MAX_KEPT = 16
+# Codes of the store, as its error codes are numbered in 0.3.
+OBJECT_NOT_FOUND, RPC_FAIL = -704, -900
 # Between two tries to have a connected client ready before it is needed.
 WARM_SECONDS = 5.0
 # Shorter than the store's own defaults (tens of seconds): a pause waits for this.
@@ -90,7 +98,7 @@ class Child:
         self.connected = False
 
     def ask(self, request: Mapping[str, object], timeout: float) -> int:
-        """Code of the store for one request. Raises ChildFailed; the child is then of no use any more."""
+        """How many objects the store removed. Raises ChildFailed; the child is then of no use any more."""
         deadline = time.monotonic() + timeout
         try:
             self._socket.settimeout(timeout)
@@ -147,6 +155,55 @@ class Wiper:
         log("wipe", namespace=namespace, **answer)
         return answer
 
+    def collect(self, metrics: str, namespace: str, keep: Sequence[str], timeout: float) -> Answer:
+        """Remove the namespace's keys of all epochs but ``keep``, in batches, as far as ``timeout`` seconds reach.
+
+        ``left`` counts the old keys that it saw and did not remove: some were in use. Never raises for the store's
+        faults.
+        """
+        started = time.monotonic()
+        deadline = started + timeout
+        tags = {tag(epoch).hex() for epoch in keep}
+        removed = seen = 0
+        answer: Answer
+        try:
+            for batch in _batches(list_keys(metrics, timeout), lambda key: is_of_another_epoch(key, namespace, tags)):
+                seen += len(batch)
+                if time.monotonic() < deadline:
+                    removed += self._remove(batch, deadline)
+            left = seen - removed
+            answer = {
+                "success": True,
+                "removed": removed,
+                "left": left,
+                "code": removed,
+                "reason": "Done",
+                "message": "",
+            }
+            if left:
+                text = f"{left} keys were not removed: in use, or no time was left"
+                answer |= {"success": False, "reason": "KeysLeft", "message": text}
+        except ChildFailed as error:
+            answer = {**_failure(error.reason, str(error), error.code), "removed": removed, "left": None}
+        except OSError as error:
+            answer = {**_failure("StoreUnavailable", str(error)), "removed": removed, "left": None}
+        answer["seconds"] = round(time.monotonic() - started, 6)
+        log("collect", namespace=namespace, keep=list(keep), **answer)
+        return answer
+
+    def _remove(self, keys: list[str], deadline: float) -> int:
+        """One batch. A wipe may come between two: a fleet that stands still goes first."""
+        began = time.monotonic()
+        if not self._lock.acquire(timeout=max(deadline - began, 0.001)):
+            raise ChildFailed("StoreTimeout", "another removal is still under way")
+        try:
+            began = time.monotonic()
+            removed = self._ask({"keys": keys}, deadline)
+        finally:
+            self._lock.release()
+        time.sleep(max(0.0, min(time.monotonic() - began, deadline - time.monotonic())))
+        return removed
+
     def warm(self) -> None:
         """Have a connected client ready, if nobody is using the wiper and there is none."""
         if not self._lock.acquire(blocking=False):
@@ -197,18 +254,29 @@ def _failure(reason: str, message: str, code: int = 0) -> Answer:
     return {"success": False, "removed": None, "code": code, "reason": reason, "message": message}
 
 
+def list_keys(metrics: str, timeout: float) -> Iterator[str]:
+    """All keys, from the master's own listing. Raises OSError. Slow with many keys: never inside a pause."""
+    with urllib.request.urlopen(f"{metrics}/get_all_keys", timeout=timeout) as response:
+        for line in response:
+            yield line.decode(errors="replace").strip()
+
+
+def _batches(keys: Iterable[str], wanted: Callable[[str], bool]) -> Iterator[list[str]]:
+    # The listing is taken in first: the master must not wait for removals to read on.
+    found = [key for key in keys if wanted(key)]
+    for start in range(0, len(found), BATCH):
+        yield found[start : start + BATCH]
+
+
 def count_keys(metrics: str, namespace: str, timeout: float) -> Answer:
     """Count the keys of a namespace from the master's own listing. Slow with many keys: never inside a pause."""
     started = time.monotonic()
-    prefix = namespace.encode() + b"@"
-    count = 0
+    prefix = f"{namespace}@"
     answer: Answer
     try:
-        with urllib.request.urlopen(f"{metrics}/get_all_keys", timeout=timeout) as response:
-            for line in response:
-                count += line.startswith(prefix)
+        count = sum(key.startswith(prefix) for key in list_keys(metrics, timeout))
         answer = {"success": True, "keys": count, "reason": "Done", "message": ""}
-    except (OSError, urllib.error.URLError) as error:
+    except OSError as error:
         answer = {"success": False, "keys": None, "reason": "StoreUnavailable", "message": str(error)}
     answer["seconds"] = round(time.monotonic() - started, 6)
     return answer
@@ -241,12 +309,18 @@ def make_server(config: Config, wiper: Wiper) -> ThreadingHTTPServer:
         def do_POST(self) -> None:
             if not self._allowed():
                 return
-            if self.path != "/moontide/v1/wipe":
+            collects = self.path == "/moontide/v1/collect"
+            if not collects and self.path != "/moontide/v1/wipe":
                 self._refuse(404, "NotFound", "no such route")
                 return
-            body = self._body()
-            if body is not None:
-                self._answer(200, wiper.wipe(body["namespace"], float(body["timeoutSeconds"])))
+            body = self._body(check_collect if collects else check_body)
+            if body is None:
+                return
+            namespace, seconds = body["namespace"], float(body["timeoutSeconds"])
+            if collects:
+                self._answer(200, wiper.collect(config.metrics, namespace, body["keep"], seconds))
+            else:
+                self._answer(200, wiper.wipe(namespace, seconds))
 
         def log_message(self, format: str, *args: Any) -> None:
             """No access log: each removal writes its own line."""
@@ -258,7 +332,7 @@ def make_server(config: Config, wiper: Wiper) -> ThreadingHTTPServer:
             self._refuse(401, "Unauthorized", "a valid bearer token is needed")
             return False
 
-        def _body(self) -> dict[str, Any] | None:
+        def _body(self, check: Callable[[object], str]) -> dict[str, Any] | None:
             try:
                 length = int(self.headers.get("content-length", ""))
             except ValueError:
@@ -271,7 +345,7 @@ def make_server(config: Config, wiper: Wiper) -> ThreadingHTTPServer:
             except (ValueError, RecursionError):
                 self._refuse(400, "BadRequest", "the body is not JSON", drop=False)
                 return None
-            problem = check_body(body)
+            problem = check(body)
             if problem:
                 self._refuse(400, "BadRequest", problem, drop=False)
                 return None
@@ -318,6 +392,16 @@ def check_body(body: object) -> str:
     return ""
 
 
+def check_collect(body: object) -> str:
+    """What is wrong with the body of a collection, empty if nothing is."""
+    if not isinstance(body, dict):
+        return check_body(body)
+    keep = body.get("keep")
+    if not isinstance(keep, list) or not 0 < len(keep) <= MAX_KEPT or not all(isinstance(e, str) and e for e in keep):
+        return f"field 'keep' must be a list of 1 to {MAX_KEPT} epochs, each the salt that engines were admitted with"
+    return check_body({name: value for name, value in body.items() if name != "keep"})
+
+
 def run_child(descriptor: int, master: str) -> None:
     """The child: one client, one request a line. Ends with its parent, or when the client cannot be set up."""
     channel = socket.socket(fileno=descriptor)
@@ -337,6 +421,12 @@ def run_child(descriptor: int, master: str) -> None:
                 if "remove" in request:
                     step = "remove_by_regex"
                     code = store.remove_by_regex(request["remove"], True)
+                elif "keys" in request:
+                    step = "batch_remove"
+                    # Not by force: what is in use has a lease and goes another time.
+                    codes = store.batch_remove(request["keys"], False)
+                    gone = sum(each in (0, OBJECT_NOT_FOUND) for each in codes)
+                    code = RPC_FAIL if RPC_FAIL in codes else gone
             channel.sendall(json.dumps({"step": step, "code": code}).encode() + b"\n")
     # Not through the client's destructor: it may wait for a master that is gone.
     os._exit(0)

@@ -4,6 +4,10 @@ The epoch is a string (PolicyVersion UID and number). It is put before the reque
 hashes into the first block of the chain, so it reaches every later block, the local prefix cache and every store keyed
 by block hash. An empty epoch leaves hashes byte for byte as stock.
 
+The first bytes of each hash are the epoch's tag, so that a store's keys tell their epoch and the wiper can collect
+those of old ones (``moontide_engine.namespace``). 24 of SHA-256's 32 bytes remain; shorter hashes become longer. The
+tag comes first because vLLM's KV events with integer hashes keep only the last eight bytes.
+
 ``switch`` runs in EngineCore's thread, between two steps, and deals with every request there is:
 
 - *waiting*: hashed again under the new epoch; what a lookup promised is forgotten.
@@ -24,12 +28,20 @@ import hashlib
 import importlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
+from moontide_engine.namespace import TAG_BYTES, tag
 from moontide_engine.patches import Patch, replace
 from moontide_engine.patches.probe import CORE, SCHEDULER, STORE
 
 SEPARATOR = "\x1f"
+# EngineCore's copy by name: the one that is called.
+_HASHER = "vllm.v1.engine.core:get_request_block_hasher"
+_MARK = f"moontide{SEPARATOR}"
+_HASH_BYTES = 32
+# Epochs whose hashers are kept; requests of others get a new one.
+_KEPT_HASHERS = 8
 
 # Connectors whose keys are vLLM's block hashes, tested here with the epoch in them.
 KNOWN = frozenset({"MooncakeStoreConnector"})
@@ -75,9 +87,27 @@ def unsupported(transfer: Any) -> str:
 
 def compose(epoch: str, salt: str | None) -> str | None:
     """``cache_salt`` under an epoch: different for any two pairs of epoch and salt."""
-    if not epoch:
+    if not epoch and not (salt or "").startswith(_MARK):
         return salt
-    return SEPARATOR.join(("moontide", str(len(epoch)), epoch, salt or ""))
+    return f"{_MARK}{len(epoch)}{SEPARATOR}{epoch}{SEPARATOR}{salt or ''}"
+
+
+def epoch_in(cache_salt: str | None) -> str:
+    """The epoch that ``compose`` put into a ``cache_salt``; empty if none."""
+    if not cache_salt or not cache_salt.startswith(_MARK):
+        return ""
+    length, _, rest = cache_salt[len(_MARK) :].partition(SEPARATOR)
+    return rest[: int(length)]
+
+
+def tagged(function: Callable[[Any], bytes], epoch: str) -> Callable[[Any], bytes]:
+    """``function`` with the epoch's tag in front of its hashes."""
+    head = tag(epoch)
+
+    def hash_with_tag(value: Any) -> bytes:
+        return head + function(value)[: _HASH_BYTES - TAG_BYTES]
+
+    return hash_with_tag
 
 
 def rehash(request: Any, epoch: str) -> None:
@@ -95,7 +125,7 @@ def make_private(request: Any, hash_block_size: int) -> None:
     nonce = os.urandom(16)
 
     def private(of: Any) -> list[Any]:
-        return [type(value)(hashlib.sha256(nonce + value).digest()) for value in hasher(of)]
+        return [type(value)(hashlib.sha256(nonce + value).digest()[: len(value)]) for value in hasher(of)]
 
     request.moontide_hasher = hasher
     request._block_hasher = private
@@ -157,6 +187,25 @@ def _forget(connector: Any, request_id: str) -> None:
             store.client.discard(request_id)
 
 
+def _hasher_maker(original: Any) -> Any:
+    def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]) -> Any:
+        made = {"": original(hash_block_size, caching_hash_fn)}
+
+        def request_block_hasher(request: Any) -> Any:
+            epoch = epoch_in(request.cache_salt)
+            hasher = made.get(epoch)
+            if hasher is None:
+                while len(made) > _KEPT_HASHERS:
+                    # The first is stock's, the second the oldest; the input thread may have been here before us.
+                    made.pop(list(made)[1], None)
+                hasher = made[epoch] = original(hash_block_size, tagged(caching_hash_fn, epoch))
+            return hasher(request)
+
+        return request_block_hasher
+
+    return get_request_block_hasher
+
+
 def _preprocess(original: Any) -> Any:
     def preprocess_add_request(self: Any, request: Any) -> Any:
         epoch, salt = _epoch_of(self.scheduler), request.cache_salt
@@ -192,6 +241,7 @@ def _catch_up(scheduler: Any, request: Any) -> None:
 
 
 def _install() -> None:
+    replace(_HASHER, _hasher_maker)
     replace(f"{CORE}.preprocess_add_request", _preprocess)
     replace(f"{CORE}.add_request", _add)
     replace(f"{SCHEDULER}._preempt_request", _preempt)
@@ -207,6 +257,7 @@ PATCH = Patch(
         f"{SCHEDULER}._preempt_request",
         f"{SCHEDULER}._update_waiting_for_remote_kv",
         f"{SCHEDULER}._handle_blocked_waiting_request",
+        _HASHER,
         "vllm.v1.core.kv_cache_utils:get_request_block_hasher",
         "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
         "vllm.v1.request:Request.__init__",

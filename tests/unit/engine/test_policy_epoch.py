@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moontide_engine.patches.policy_epoch import compose, unsupported
+from moontide_engine.namespace import TAG_BYTES, is_of_another_epoch, tag
+from moontide_engine.patches.policy_epoch import compose, epoch_in, tagged, unsupported
 
 texts = st.text(alphabet="ab\x1f0123/", max_size=12)
 
@@ -22,6 +23,27 @@ def test_no_epoch_leaves_the_salt_as_it_is() -> None:
     assert compose("", None) is None
     assert compose("", "mine") == "mine"
     assert compose("e", None) == compose("e", "")
+
+
+@given(texts, texts)
+def test_the_epoch_is_read_back(epoch: str, salt: str) -> None:
+    assert epoch_in(compose(epoch, salt)) == epoch
+
+
+@given(texts.filter(bool), texts)
+def test_a_client_cannot_name_an_epoch(epoch: str, salt: str) -> None:
+    forged = compose(epoch, salt)
+    assert epoch_in(compose("", forged)) == ""
+    assert epoch_in(compose("mine", forged)) == "mine"
+
+
+@pytest.mark.parametrize("length", [16, 32])
+def test_hashes_begin_with_the_tag_and_end_as_they_did(length: int) -> None:
+    found = tagged(lambda value: bytes(value), "p/1")(range(length))
+    assert found == tag("p/1") + bytes(range(24))[:length]
+    assert not is_of_another_epoch(f"ns@model@tp_rank:0@{found.hex()}", "ns", {tag("p/1").hex()})
+    assert is_of_another_epoch(f"ns@model@tp_rank:0@{found.hex()}", "ns", {tag("p/2").hex()})
+    assert len(tag("p/1")) == TAG_BYTES
 
 
 def transfer(name: str | None, *children: str) -> SimpleNamespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import moontide_engine
+from moontide_engine.namespace import tag
 from moontide_engine.wiper import Config, Wiper, count_keys, make_server
 
 # Behaves as the file beside it says, read anew for each call.
@@ -38,6 +40,10 @@ class MooncakeDistributedStore:
     def remove_by_regex(self, pattern, force):
         assert force is True
         return act("remove " + pattern)
+    def batch_remove(self, keys, force):
+        assert force is False
+        code = act("batch " + " ".join(keys))
+        return [-706 if key.endswith("used") else -704 if key.endswith("gone") else code for key in keys]
 """
 
 
@@ -173,7 +179,9 @@ def test_http(base: str, store: Store) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", "t1 t2"])
-@pytest.mark.parametrize("path", ["/moontide/v1/wipe", "/moontide/v1/keys?namespace=ns", "/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/moontide/v1/wipe", "/moontide/v1/collect", "/moontide/v1/keys?namespace=ns", "/nothing"]
+)
 def test_http_needs_the_token(base: str, store: Store, token: str | None, path: str) -> None:
     for body in (None, b'{"namespace": "ns", "timeoutSeconds": 1}'):
         status, answer = call(base + path, body, token)
@@ -202,11 +210,14 @@ def test_http_refuses_other_bodies(base: str, store: Store, body: bytes) -> None
     assert store.log == []
 
 
-def test_keys_are_counted_from_the_masters_listing() -> None:
+@contextlib.contextmanager
+def listing(*keys: str) -> Iterator[str]:
+    """A master's metrics port that lists these keys; its URL."""
+
     class Master(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             assert self.path == "/get_all_keys"
-            data = b"ns@a\nns@b\nns2@a\nx-ns@a\nother@a\n"
+            data = "".join(f"{key}\n" for key in keys).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
@@ -218,10 +229,65 @@ def test_keys_are_counted_from_the_masters_listing() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Master) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        metrics = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_keys_are_counted_from_the_masters_listing() -> None:
+    with listing("ns@a", "ns@b", "ns2@a", "x-ns@a", "other@a") as metrics:
         assert count_keys(metrics, "ns", 5)["keys"] == 2
         assert count_keys(metrics, "nothing", 5)["keys"] == 0
-        server.shutdown()
-        thread.join()
     answer = count_keys(metrics, "ns", 5)
     assert (answer["success"], answer["keys"]) == (False, None)
+
+
+NOW, OLD = tag("p/2").hex(), tag("p/1").hex()
+
+
+def test_collects_what_is_of_another_epoch_and_no_more(store: Store, wiper: Wiper) -> None:
+    mine = [f"ns@m@{OLD}01", f"ns@m@{NOW}02", "ns@m@0003"]
+    with listing(*mine, f"ns2@m@{OLD}04", f"x-ns@m@{OLD}05", f"ns@{NOW}@{OLD}06") as metrics:
+        answer = wiper.collect(metrics, "ns", ["p/2"], 10)
+        assert (answer["success"], answer["removed"], answer["left"]) == (True, 3, 0)
+        assert store.log == ["setup", f"batch ns@m@{OLD}01 ns@m@0003 ns@{NOW}@{OLD}06"]
+        answer = wiper.collect(metrics, "ns", ["p/1", "p/2"], 10)
+        assert store.log[-1] == "batch ns@m@0003"
+
+
+def test_collects_in_batches_as_far_as_time_reaches(
+    store: Store, wiper: Wiper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moontide_engine.wiper.BATCH", 2)
+    with listing(*(f"ns@m@{OLD}{number}" for number in range(5))) as metrics:
+        assert wiper.collect(metrics, "ns", ["p/2"], 10)["removed"] == 5
+        assert [len(line.split()) - 1 for line in store.log if line.startswith("batch")] == [2, 2, 1]
+        store.behave(batch="hang")
+        answer = wiper.collect(metrics, "ns", ["p/2"], 0.5)
+        assert (answer["success"], answer["reason"], answer["removed"]) == (False, "StoreTimeout", 0)
+
+
+def test_keys_in_use_are_left_and_said(store: Store, wiper: Wiper) -> None:
+    with listing(f"ns@m@{OLD}used", f"ns@m@{OLD}gone", f"ns@m@{OLD}0") as metrics:
+        answer = wiper.collect(metrics, "ns", ["p/2"], 10)
+    assert (answer["success"], answer["reason"], answer["removed"], answer["left"]) == (False, "KeysLeft", 2, 1)
+
+
+def test_a_dead_store_or_listing_is_no_success(store: Store, wiper: Wiper) -> None:
+    with listing(f"ns@m@{OLD}0") as metrics:
+        store.behave(batch="-900")
+        answer = wiper.collect(metrics, "ns", ["p/2"], 10)
+        assert (answer["success"], answer["reason"], answer["code"]) == (False, "StoreUnavailable", -900)
+    answer = wiper.collect(metrics, "ns", ["p/2"], 10)
+    assert (answer["success"], answer["reason"]) == (False, "StoreUnavailable")
+
+
+@pytest.mark.parametrize("keep", ["", "[]", '""', '"p/1"', "[1]", '[""]', str(["p"] * 17).replace("'", '"')])
+def test_http_collects_nothing_without_an_epoch_to_keep(base: str, store: Store, keep: str) -> None:
+    named = f'"keep": {keep}, ' if keep else ""
+    body = f'{{{named}"namespace": "ns", "timeoutSeconds": 1}}'.encode()
+    status, answer = call(f"{base}/moontide/v1/collect", body)
+    assert (status, answer["reason"]) == (400, "BadRequest")
+    assert "'keep'" in answer["message"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import corekit as kit
 import pytest
 
+from moontide_engine import namespace
 from moontide_engine.patches import policy_epoch
 
 
@@ -176,10 +178,63 @@ def test_switch_storm(tiny: Path, patched: bool, scheduling: bool, seed: int) ->
     assert right == judged > 5
 
 
-def test_an_empty_epoch_leaves_hashes_as_stock(tiny: Path) -> None:
-    core = kit.Core(tiny)
-    plain = core.core.preprocess_add_request(core.request("r", kit.prompt(1)))[0].block_hashes
+def test_requests_during_a_weight_update_leave_nothing_behind(tiny: Path, patched: bool, scheduling: bool) -> None:
+    """The transit epoch: blocks of a request that ran while weights changed are of neither policy."""
+    store, text = kit.SimStore(), kit.prompt(1)
+    core = kit.Core(tiny, store=store, max_num_seqs=8, max_num_batched_tokens=32, async_scheduling=scheduling)
+    change(core, "a", "p/1")
+    if patched:
+        core.core.moontide_switch("p/2/transit")
+    core.add("while it changes", text)
+    core.step(2)
+    core.worker.policy = "b"
+    core.run()
+    core.settle()
+    if patched:
+        core.core.moontide_switch("p/2")
+    other = kit.Core(tiny, store=store, policy="b", async_scheduling=scheduling)
+    change(other, "b", "p/2")
+    assert core.ask("local", text) == kit.cold("b", text, 4)
+    assert other.ask("remote", text) == kit.cold("b", text, 4)
+
+
+def test_hashes_tell_their_epoch_and_what_nobody_may_find_tells_none(tiny: Path) -> None:
+    """So that the wiper can tell old keys from those in use."""
     with kit.installed(policy_epoch.PATCH):
+        store = kit.SimStore()
+        core = kit.Core(tiny, store=store, max_num_batched_tokens=64)
+        core.core.moontide_switch("p/1")
+        core.add("straddles", kit.prompt(1, 200), 30)
+        core.step(2)
+        core.core.moontide_switch("p/2")
+        core.run()
+        core.ask("new", kit.prompt(2))
+        core.settle()
+        counts = Counter(bytes(value)[: namespace.TAG_BYTES] for value in store.blocks)
+        first, second = counts.pop(namespace.tag("p/1")), counts.pop(namespace.tag("p/2"))
+        assert first > 0
+        assert second == 6
+        assert set(counts.values()) == {1}
+        assert first + len(counts) == 200 // kit.BLOCK
+
+
+@pytest.mark.parametrize("epoch", ["", "p/1"])
+def test_hashed_at_once_or_as_it_grows_is_the_same(tiny: Path, epoch: str) -> None:
+    with kit.installed(policy_epoch.PATCH):
+        core, text = kit.Core(tiny), kit.prompt(1, 130)
+        core.core.moontide_switch(epoch)
+        grown = core.core.preprocess_add_request(core.request("r", text[:70]))[0]
+        grown.append_output_token_ids(text[70:])
+        whole = core.core.preprocess_add_request(core.request("s", text))[0]
+        assert grown.block_hashes == whole.block_hashes
+        assert len(whole.block_hashes) == 130 // kit.BLOCK
+
+
+def test_an_empty_epoch_leaves_hashes_as_stock(tiny: Path) -> None:
+    stock = kit.Core(tiny)
+    plain = stock.core.preprocess_add_request(stock.request("r", kit.prompt(1)))[0].block_hashes
+    with kit.installed(policy_epoch.PATCH):
+        core = kit.Core(tiny)
         assert core.core.preprocess_add_request(core.request("r", kit.prompt(1)))[0].block_hashes == plain
         core.core.moontide_switch("p/1")
         salted = core.core.preprocess_add_request(core.request("r", kit.prompt(1)))[0].block_hashes
