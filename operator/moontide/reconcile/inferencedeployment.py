@@ -127,6 +127,7 @@ def children(
             default_image=ctx.config.engine_image,
             default_device=ctx.config.engine_device,
             mooncake=mooncake,
+            memo=engine.memo_seconds(pool.model.spec) if pool is not None else None,
         )
     )
     return tuple(made)

@@ -27,6 +27,8 @@ ADMIN_TOKEN_FOLDER = "/etc/moontide/admin"
 MOONCAKE_FOLDER = "/etc/moontide/mooncake"
 MODELS_FOLDER = "/models"
 CACHE_FOLDER = "/cache"
+DEFAULT_MEMO_SECONDS = 2.5
+"""The engine's own ``MOONTIDE_LOOKUP_MEMO_SECONDS`` (docs/engine-admin-api.md)."""
 LOOKUP_PORT = 8002
 """Names the lookup socket inside a pod; nothing listens on it as a TCP port."""
 
@@ -115,8 +117,17 @@ def arguments(spec: InferenceDeploymentSpec, uid: str) -> list[str]:
     return [*command, *spec.engine.args]
 
 
-def environment(spec: InferenceDeploymentSpec, uid: str, device: str) -> list[k8s.V1EnvVar]:
-    """The engine's environment: defaults, over them the user's, over those what the protocol depends on."""
+def memo_seconds(pool: KVCachePoolSpec) -> float | None:
+    """How long an engine may use a lookup again: half the lease, None where the engine's own default is shorter."""
+    half = pool.master.lease_ttl_milliseconds / 2000
+    return half if half < DEFAULT_MEMO_SECONDS else None
+
+
+def environment(spec: InferenceDeploymentSpec, uid: str, device: str, memo: float | None = None) -> list[k8s.V1EnvVar]:
+    """The engine's environment: defaults, over them the user's, over those what the protocol depends on.
+
+    ``memo``: see :func:`memo_seconds`.
+    """
     values = {"HOME": CACHE_FOLDER, "USER": "moontide"}
     if device == "cpu":
         values |= {
@@ -132,6 +143,8 @@ def environment(spec: InferenceDeploymentSpec, uid: str, device: str) -> list[k8
             "MC_RPC_TIMEOUT_MS": "2000",
             "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
         }
+        if memo is not None:
+            values["MOONTIDE_LOOKUP_MEMO_SECONDS"] = f"{memo:g}"
     values |= {variable.name: variable.value for variable in spec.engine.env}
     values |= {
         "PYTHONHASHSEED": "0",
@@ -169,8 +182,10 @@ def deployment(
     default_image: str,
     default_device: str,
     mooncake: str | None,
+    memo: float | None = None,
 ) -> k8s.V1Deployment:
-    """The fleet. ``mooncake`` is the content of its Mooncake configuration, None without a pool."""
+    """The fleet. ``mooncake`` is the content of its Mooncake configuration, None without a pool; ``memo``: see
+    :func:`memo_seconds`."""
     selector = labels.engine_labels(name)
     annotations = {common.TEMPLATE_HASH: common.digest(mooncake)} if mooncake is not None else None
     return k8s.V1Deployment(
@@ -195,7 +210,7 @@ def deployment(
                     automount_service_account_token=False,
                     security_context=common.pod_security(),
                     termination_grace_period_seconds=PRE_STOP_SECONDS + spec.rollout.drain_seconds + EXIT_SECONDS,
-                    containers=[_container(spec, owner.uid, default_image, spec.engine.device or default_device)],
+                    containers=[_container(spec, owner.uid, default_image, spec.engine.device or default_device, memo)],
                     volumes=_volumes(name, spec),
                 ),
             ),
@@ -203,13 +218,15 @@ def deployment(
     )
 
 
-def _container(spec: InferenceDeploymentSpec, uid: str, default_image: str, device: str) -> k8s.V1Container:
+def _container(
+    spec: InferenceDeploymentSpec, uid: str, default_image: str, device: str, memo: float | None
+) -> k8s.V1Container:
     port = naming.INFERENCE_PORT
     return k8s.V1Container(
         name=naming.ENGINE_CONTAINER,
         image=spec.engine.image or default_image,
         command=arguments(spec, uid),
-        env=environment(spec, uid, device),
+        env=environment(spec, uid, device, memo),
         ports=[
             k8s.V1ContainerPort(name="http", container_port=port, protocol="TCP"),
             k8s.V1ContainerPort(name="admin", container_port=naming.ADMIN_PORT, protocol="TCP"),

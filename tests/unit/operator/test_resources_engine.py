@@ -102,6 +102,16 @@ def test_command_with_a_pool() -> None:
     assert volumes["mooncake"]["configMap"]["name"] == "chat-mooncake"
 
 
+@pytest.mark.parametrize(("lease", "memo"), [(5_000, None), (60_000, None), (3_000, "1.5"), (500, "0.25")])
+def test_lookups_are_used_again_for_half_the_lease_at_most(lease: int, memo: str | None) -> None:
+    pool = KVCachePoolSpec.model_validate(
+        {"master": {"leaseTtlMilliseconds": lease}, "memory": {"perReplica": "1Gi", "localBuffer": "1Gi"}}
+    )
+    spec = _spec(kvCache={"poolRef": {"name": "kv"}})
+    made = engine.environment(spec, "u-2", "cuda", engine.memo_seconds(pool))
+    assert {each.name: each.value for each in made}.get("MOONTIDE_LOOKUP_MEMO_SECONDS") == memo
+
+
 def test_user_flags_come_last() -> None:
     wire = _deployment(_spec(engine={"args": ["--max-model-len", "512"]}))
     assert _container(wire)["command"][-2:] == ["--max-model-len", "512"]
