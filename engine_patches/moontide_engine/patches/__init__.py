@@ -61,6 +61,11 @@ class Registry:
         """Compare every reference with this vLLM, changing nothing."""
         return [self._check(patch.name, reference) for patch in self._patches for reference in patch.references]
 
+    def outlook(self) -> dict[str, str]:
+        """What :attr:`table` would be: ``applied`` for each patch whose functions are all known, ``refused`` else."""
+        refused = {check.patch for check in self.check() if check.problem}
+        return {patch.name: "refused" if patch.name in refused else "applied" for patch in self._patches}
+
     def apply(self) -> None:
         """Check all, then install all. Raises PatchRefused before anything is changed. A second call does nothing."""
         if self._table:

@@ -641,6 +641,15 @@ fp.fingerprint = lambda obj: "0" * 64 if getattr(obj, "__name__", "") == "reset_
 """
 
 
+def test_doctor_prints_the_table_that_the_status_shows(fleet: kit.Fleet) -> None:
+    done = subprocess.run([sys.executable, "-m", "moontide_engine", "doctor"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.split("\n\n")[1].splitlines()
+    shown = {name: state for name, state, _ in (line.split(maxsplit=2) for line in table)}
+    assert shown == fleet.replicas[0].status()["patches"]
+    assert set(shown.values()) == {"applied"}
+
+
 def test_an_engine_with_unknown_code_does_not_start(fleet: kit.Fleet, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(UNKNOWN)
     env = {**kit.engine_environment(fleet.folder, 3), "PYTHONPATH": str(tmp_path)}

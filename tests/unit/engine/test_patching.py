@@ -90,6 +90,7 @@ def test_unknown_code_is_refused_before_anything_is_installed(engine: ModuleType
     assert "vllm_like:gone" in text
     assert "Install a release of moontide-engine" in text
     assert "vllm_like:plain" not in text
+    assert registry.outlook() == {"good": "applied", "bad": "refused"}
     assert installed == []
     assert dict(registry.table) == {}
 
