@@ -29,10 +29,11 @@ def doctor() -> int:
     print()
     for patch in PATCHES.patches:
         print(f"{patch.name:18} {outlook[patch.name]:8} {patch.summary}")
+    width = max(len(check.known or "UNKNOWN") for check in checks)
     for patch in PATCHES.patches:
         print(f"\n{patch.name}")
         for check in (check for check in checks if check.patch == patch.name):
-            print(f"  {check.found[:64] or '-':64} {check.known or 'UNKNOWN':8} {check.target}")
+            print(f"  {check.found[:64] or '-':64} {check.known or 'UNKNOWN':{width}} {check.target}")
     return 1 if not points or any(check.problem for check in checks) else 0
 
 

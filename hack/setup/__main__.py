@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
             steps.packages(progress)
         steps.dev_environment(progress)
         steps.engine_environment(progress)
+        steps.engine_releases(progress)
         steps.tiny_models(progress)
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from hack.cluster import prerequisites
 from hack.cluster.errors import ClusterError
 from hack.cluster.progress import Progress
 from hack.cluster.settings import cache_root, repository_root
+from hack.setup.releases import KEPT, Release, parse, unpack
 
 UV_VERSION = "0.13.9"
 ENGINE_TOOLS = ("pytest>=8.3,<10", "pytest-asyncio>=1.0,<2", "httpx>=0.28,<1", "hypothesis>=6.120,<7")
@@ -28,6 +29,7 @@ _HEARTBEAT_SECONDS = 15.0
 _ENGINE_INPUTS = ("requirements/engine-cpu.txt", "requirements/engine-cpu.overrides.txt")
 _DEV_INPUTS = ("requirements/dev.txt", "requirements/operator.txt", "pyproject.toml")
 _MODEL_INPUTS = ("hack/tinymodels/make.py",)
+_RELEASES = "requirements/vllm-releases.txt"
 
 
 def dev_python() -> Path:
@@ -48,6 +50,16 @@ def engine_python() -> Path:
 def models_dir() -> Path:
     """Folder of the tiny models that match this checkout; it may not exist yet."""
     return cache_root() / f"models-{_key(_MODEL_INPUTS, (repr(POLICIES),))}"
+
+
+def releases() -> dict[str, Path]:
+    """Folder of the Python part of each further vLLM release that is tested; it may not exist yet."""
+    return {release.version: _release_dir(release) for release in _releases()}
+
+
+def is_ready() -> bool:
+    """Whether the tests have all they need."""
+    return all(path.exists() for path in (dev_python(), engine_python(), *releases().values()))
 
 
 def packages(progress: Progress) -> None:
@@ -102,6 +114,33 @@ def engine_environment(progress: Progress) -> None:
     marker.write_text(here)
 
 
+def engine_releases(progress: Progress) -> None:
+    """The Python part of vLLM releases that have no CPU build; their wheels are large and are not kept."""
+    for release in _releases():
+        target = _release_dir(release)
+        title = f"Python part of vLLM {release.version}"
+        if target.exists():
+            progress.say(f"{title}: up to date")
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            wheels, made = Path(folder) / "wheels", Path(folder) / "made"
+            wanted = Path(folder) / "wanted.txt"
+            wanted.write_text(release.requirement)
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-cache-dir", "--no-deps"]
+            command += ["--only-binary", ":all:", "--dest", str(wheels), "--requirement", str(wanted)]
+            _run(command, progress, f"{title}: wheel downloaded")
+            (wheel,) = wheels.iterdir()
+            count = unpack(wheel, made)
+            progress.say(f"{title}: {count} files kept of a wheel of {wheel.stat().st_size / 1e6:.0f} MB")
+            if release.packages:
+                command = [_uv(progress), "pip", "install", "--quiet", "--no-deps", "--python", str(engine_python())]
+                command += ["--target", str(made), *release.packages]
+                _run(command, progress, f"{title}: {', '.join(release.packages)} added")
+            # A folder that is there is whole.
+            made.rename(target)
+
+
 def tiny_models(progress: Progress) -> None:
     """Two small random models with one tokenizer: weights that differ, so that a stale answer is another answer."""
     target = models_dir()
@@ -121,6 +160,14 @@ def tiny_models(progress: Progress) -> None:
             made.rename(target / name)
     target.chmod(0o755)
     progress.say(f"weights: {', '.join(POLICIES)}")
+
+
+def _releases() -> list[Release]:
+    return parse((repository_root() / _RELEASES).read_text())
+
+
+def _release_dir(release: Release) -> Path:
+    return cache_root() / f"vllm-{release.version}-{_key((), (repr(release), repr(KEPT)))}"
 
 
 def _key(files: Sequence[str], more: Iterable[str]) -> str:

@@ -8,17 +8,23 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hack.cluster.settings import repository_root
 from hack.setup.__main__ import main as setup
-from hack.setup.steps import dev_python, engine_python
+from hack.setup.steps import dev_python, engine_python, is_ready, releases
 
 SUITES = ("unit", "component", "integration", "e2e")
 STAGES = ("lint", *SUITES)
 SELECTION = "MOONTIDE_TEST_STAGES"
 _ENGINE_FOLDER = "engine"
+# Within it; these tests need no running engine, so they run on releases that have no CPU build, too.
+_SCHEDULER_FOLDER = "scheduler"
+# Beyond what any run needs, so that one that hangs says so before the machine's own limit ends everything.
+_CALL_SECONDS = 2400.0
+_TIMED_OUT = 124
 _LINTED = ("operator", "engine_patches", "hack", "tests", "bench")
 
 
@@ -43,6 +49,33 @@ class Outcome:
         return not self.problems
 
 
+@dataclass(frozen=True)
+class Part:
+    """One run of pytest. ``suffix`` tells it from the other runs of its suite."""
+
+    suffix: str
+    python: Path
+    arguments: list[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def parts_of(stage: str) -> list[Part]:
+    """The runs of a suite: the engine's tests in the engine's environment, all others in the development environment.
+
+    The scheduler's tests run once more on the Python part of each vLLM release in requirements/vllm-releases.txt.
+    """
+    folder = repository_root() / "tests" / stage
+    engine = folder / _ENGINE_FOLDER
+    parts = [Part("", dev_python(), [str(folder), f"--ignore={engine}"])]
+    if engine.is_dir():
+        parts.append(Part("-engine", engine_python(), [str(engine)]))
+    if (engine / _SCHEDULER_FOLDER).is_dir():
+        for version, home in releases().items():
+            environment = {"PYTHONPATH": f"{home}{os.pathsep}{repository_root()}", "MOONTIDE_TEST_VLLM": version}
+            parts.append(Part(f"-engine-{version}", engine_python(), [str(engine / _SCHEDULER_FOLDER)], environment))
+    return parts
+
+
 def read_report(path: Path, outcome: Outcome) -> None:
     """Add a JUnit report to a stage's outcome. A skipped test is a failed one: nothing here is left out in silence.
 
@@ -62,25 +95,23 @@ def read_report(path: Path, outcome: Outcome) -> None:
 
 
 def run_suite(stage: str, reports: Path) -> Outcome:
-    """One suite: the engine's tests in the engine's environment, all others in the development environment."""
+    """All runs of one suite."""
     outcome, began = Outcome(stage), time.monotonic()
-    folder = repository_root() / "tests" / stage
-    parts = [("", dev_python(), [str(folder), f"--ignore={folder / _ENGINE_FOLDER}"])]
-    if (folder / _ENGINE_FOLDER).is_dir():
-        parts.append(("-engine", engine_python(), [str(folder / _ENGINE_FOLDER)]))
-    for suffix, python, arguments in parts:
-        report = reports / f"{stage}{suffix}.xml"
+    for part in parts_of(stage):
+        name = f"{stage}{part.suffix}"
+        report = reports / f"{name}.xml"
         report.unlink(missing_ok=True)
         before = outcome.ran
-        command = [str(python), "-m", "pytest", *arguments, f"--junit-xml={report}", "--durations=5", "-o"]
-        command.append(f"junit_suite_name={stage}{suffix}")
-        code = _call(command)
+        command = [str(part.python), "-m", "pytest", *part.arguments, f"--junit-xml={report}", "--durations=5", "-o"]
+        command.append(f"junit_suite_name={name}")
+        code = _call(command, part.environment)
         if report.exists():
             read_report(report, outcome)
         if outcome.ran == before:
-            outcome.problems.append(f"{stage}{suffix}: no test ran (pytest ended with {code})")
-        elif code != 0 and outcome.good:
-            outcome.problems.append(f"{stage}{suffix}: pytest ended with {code}")
+            outcome.problems.append(f"{name}: no test ran (pytest ended with {code})")
+        elif code != 0:
+            # Also where tests failed: their names are the same in every run of a suite.
+            outcome.problems.append(f"{name}: pytest ended with {code}")
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -103,12 +134,22 @@ def lint() -> Outcome:
     return outcome
 
 
-def _call(command: list[str]) -> int:
-    print(f"$ {' '.join(command)}", flush=True)
-    environment = {**os.environ, "PYTHONPATH": str(repository_root()), "PYTHONUNBUFFERED": "1"}
-    return subprocess.run(
-        command, cwd=repository_root(), env=environment, stdin=subprocess.DEVNULL, check=False
-    ).returncode
+def _call(command: list[str], more: Mapping[str, str] | None = None) -> int:
+    """Run it with ``more`` in its environment."""
+    print(f"$ {' '.join([*(f'{name}={value}' for name, value in (more or {}).items()), *command])}", flush=True)
+    environment = {**os.environ, "PYTHONPATH": str(repository_root()), "PYTHONUNBUFFERED": "1", **(more or {})}
+    try:
+        return subprocess.run(
+            command,
+            cwd=repository_root(),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            timeout=_CALL_SECONDS,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        print(f"it did not end within {duration(_CALL_SECONDS)}, so it was ended", flush=True)
+        return _TIMED_OUT
 
 
 def selected(arguments: list[str] | None = None) -> list[str]:
@@ -141,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     """0 when every stage is good."""
     stages = selected(arguments)
     began = time.monotonic()
-    if not (dev_python().exists() and engine_python().exists()) and setup([]) != 0:
+    if not is_ready() and setup([]) != 0:
         return 1
     reports = repository_root() / "artifacts" / "junit"
     reports.mkdir(parents=True, exist_ok=True)

@@ -188,8 +188,9 @@ def _forget(connector: Any, request_id: str) -> None:
 
 
 def _hasher_maker(original: Any) -> Any:
-    def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]) -> Any:
-        made = {"": original(hash_block_size, caching_hash_fn)}
+    def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Callable[[Any], bytes], *more: Any) -> Any:
+        # ``more``: from 0.33 on, how many tokens after its block a hash covers, too.
+        made = {"": original(hash_block_size, caching_hash_fn, *more)}
 
         def request_block_hasher(request: Any) -> Any:
             epoch = epoch_in(request.cache_salt)
@@ -198,7 +199,7 @@ def _hasher_maker(original: Any) -> Any:
                 while len(made) > _KEPT_HASHERS:
                     # The first is stock's, the second the oldest; the input thread may have been here before us.
                     made.pop(list(made)[1], None)
-                hasher = made[epoch] = original(hash_block_size, tagged(caching_hash_fn, epoch))
+                hasher = made[epoch] = original(hash_block_size, tagged(caching_hash_fn, epoch), *more)
             return hasher(request)
 
         return request_block_hasher

@@ -28,7 +28,7 @@ def test_failures_errors_and_skips_all_fail_a_stage(tmp_path: Path) -> None:
 
 
 def test_a_suite_without_tests_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_call", lambda command: 5)
+    monkeypatch.setattr(runner, "_call", lambda command, more: 5)
     outcome = runner.run_suite("unit", tmp_path)
     assert not outcome.good
     assert "no test ran" in outcome.problems[0]
@@ -37,13 +37,39 @@ def test_a_suite_without_tests_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_suite_fails_when_pytest_does_though_every_test_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def call(command: list[str]) -> int:
+    def call(command: list[str], more: dict[str, str]) -> int:
         target = next(part.partition("=")[2] for part in command if part.startswith("--junit-xml="))
         Path(target).write_text('<testsuite><testcase classname="a" name="good"/></testsuite>')
         return 1
 
     monkeypatch.setattr(runner, "_call", call)
     assert not runner.run_suite("unit", tmp_path).good
+
+
+def test_scheduler_tests_run_on_every_release_and_all_of_them_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[str, str, str]] = []
+
+    def call(command: list[str], more: dict[str, str]) -> int:
+        target = Path(next(part.partition("=")[2] for part in command if part.startswith("--junit-xml=")))
+        runs.append((target.stem, more.get("MOONTIDE_TEST_VLLM", ""), more.get("PYTHONPATH", "").partition(":")[0]))
+        kind = "<failure/>" if more.get("MOONTIDE_TEST_VLLM") == "0.33.0" else ""
+        target.write_text(f'<testsuite><testcase classname="a" name="b">{kind}</testcase></testsuite>')
+        return 1 if kind else 0
+
+    monkeypatch.setattr(runner, "_call", call)
+    monkeypatch.setattr(runner, "releases", lambda: {"0.31.0": Path("/c/31"), "0.33.0": Path("/c/33")})
+    outcome = runner.run_suite("component", tmp_path)
+    assert runs == [
+        ("component", "", ""),
+        ("component-engine", "", ""),
+        ("component-engine-0.31.0", "0.31.0", "/c/31"),
+        ("component-engine-0.33.0", "0.33.0", "/c/33"),
+    ]
+    assert (outcome.passed, outcome.failed) == (3, 1)
+    assert outcome.problems == ["failed: a::b", "component-engine-0.33.0: pytest ended with 1"]
+    assert [part.suffix for part in runner.parts_of("unit")] == ["", "-engine"]
 
 
 def test_closing_lines() -> None:

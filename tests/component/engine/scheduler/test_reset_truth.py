@@ -555,6 +555,8 @@ def sleeper(connector: Any, kind: Any) -> Any:
         collective_rpc=lambda *_: [],
         sleep=lambda level: engine.calls.append("asleep"),
         wake_up=lambda tags: engine.calls.append("awake"),
+        # Asked for from 0.33 on.
+        get_kv_connector_handshake_metadata=lambda: None,
     )
     return engine
 
