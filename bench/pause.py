@@ -46,8 +46,8 @@ def main() -> int:
         version = int(fleet.get_policy()["spec"]["version"]) + 1
         push_weights(replicas, MODELS[side_of(version)], str(version))
         fleet.bump(version)
-        policy = fleet.until_current(str(version), 150)
-        update = policy["status"]["lastUpdate"]
+        fleet.until_current(str(version), 150)
+        update = fleet.until_collected(60)["status"]["lastUpdate"]
         return float(update["pauseSeconds"]) * 1000, int(update["keysRemoved"])
 
     pauses: dict[str, list[float]] = {"idle": [], "load": []}

@@ -77,7 +77,7 @@ COMMANDS: Mapping[str, Mapping[str, Field]] = {
     "quiesce": {
         **_COMMON,
         **_TIMEOUT,
-        "mode": Field(lambda v: v in ("wait", "abort"), "wait or abort"),
+        "mode": Field(lambda v: v in ("wait", "abort", "keep"), "wait, abort or keep"),
         "requestsDuringBarrier": Field(lambda v: v in tuple(DuringBarrier), "Queue or Refuse"),
         "ttlSeconds": Field(_is_seconds, "a number of seconds above 0"),
     },
@@ -87,6 +87,12 @@ COMMANDS: Mapping[str, Mapping[str, Field]] = {
         **_COMMON,
         "version": Field(_is_label, "a printable string or null", None),
         "salt": Field(_is_label, "a printable string or null", None),
+        "timeoutSeconds": Field(_is_seconds, "a number of seconds above 0", 10.0),
+    },
+    "fence": {
+        **_COMMON,
+        "version": Field(_is_label, "a printable string or null", None),
+        "salt": Field(lambda v: _is_label(v) and v is not None, "a printable string"),
         "timeoutSeconds": Field(_is_seconds, "a number of seconds above 0", 10.0),
     },
     "resume": {**_COMMON, "timeoutSeconds": Field(_is_seconds, "a number of seconds above 0", 10.0)},
@@ -150,6 +156,7 @@ class Commands:
         self._expiry: asyncio.TimerHandle | None = None
         # Pausing and resuming vLLM's scheduler: in the order in which the gate allowed them.
         self._scheduler = asyncio.Lock()
+        self._switching = asyncio.Lock()
         gate.listeners.append(self._on_change)
 
     @property
@@ -229,7 +236,11 @@ class Commands:
             "store": self._store(queues, fault),
             "keyNamespace": self._key_namespace,
             "salt": self._salt,
-            "fence": {"supported": not engine.fence_unsupported, "reason": engine.fence_unsupported},
+            "fence": {
+                "supported": not engine.fence_unsupported,
+                "live": not engine.live_fence_unsupported,
+                "reason": engine.live_fence_unsupported,
+            },
         }
 
     async def _seen_queues(self) -> list[RankQueue]:
@@ -257,7 +268,7 @@ class Commands:
         gate.quiesce(DuringBarrier(body["requestsDuringBarrier"]), body["ttlSeconds"])
         self._arm()
         opens = gate.opens
-        abort = body["mode"] == "abort"
+        mode: str = body["mode"]
         deadline = time.monotonic() + body["timeoutSeconds"]
         probe: Probe | None = None
         fault = ""
@@ -269,14 +280,15 @@ class Commands:
                 async with asyncio.timeout(max(left, 0.0)):
                     # In mode wait, vLLM is paused only once nothing is in flight: a request that has passed the gate
                     # but not yet reached the scheduler would otherwise stay in its queue for ever.
-                    if abort or gate.in_flight == 0:
-                        await self._pause_scheduler(abort)
+                    if mode != "wait" or gate.in_flight == 0:
+                        await self._pause_scheduler(mode)
                     probe = await self._engine.probe()
-                    if gate.opens == opens and gate.in_flight == 0 and probe.idle and probe.paused:
-                        return success(running=0, waiting=0, inFlight=0)
-                    if not abort:
+                    still = mode == "keep" or (gate.in_flight == 0 and probe.idle)
+                    if gate.opens == opens and still and probe.paused:
+                        return success(running=probe.running, waiting=probe.waiting, inFlight=gate.in_flight)
+                    if mode == "wait":
                         await self._middleware.wait_idle(left)
-                    await asyncio.sleep(POLL_SECONDS if not abort else 5 * POLL_SECONDS)
+                    await asyncio.sleep(POLL_SECONDS if mode == "wait" else 5 * POLL_SECONDS)
             except TimeoutError:
                 break
             except Exception as error:
@@ -306,7 +318,7 @@ class Commands:
             probe = await self._engine.probe()
             if not probe.idle and gate.state is State.CLOSED:
                 # Requests that a close ended and that reached the scheduler after its abort.
-                await self._pause_scheduler(abort=True)
+                await self._pause_scheduler("abort")
             # Read after the counts: with nothing in any scheduler no new put can be queued.
             queues = await self._engine.queues()
             busy = any(q.left or q.loading for q in queues)
@@ -370,22 +382,54 @@ class Commands:
     async def _admit(self, body: Mapping[str, Any]) -> Answer:
         salt: str | None = body["salt"]
         # An open engine is not switched here: its admission is refused below, or is the one it has.
-        if salt is not None and self._gate.state is not State.OPEN:
-            if reason := self._engine.fence_unsupported:
-                return failure("FenceUnsupported", reason)
-            try:
-                async with asyncio.timeout(body["timeoutSeconds"]):
-                    await self._engine.switch(salt)
-            except TimeoutError:
-                return failure("EngineTimeout", "the engine did not switch in time")
-            except Exception as error:
-                return failure("EngineFault", f"{type(error).__name__}: {error}")
-            if self._gate.fence > Fence(body["term"], body["epoch"]):
-                return failure("Superseded", "a newer command came while the engine switched")
-            self._salt = salt
-        self._gate.admit(body["epoch"], body["version"])
+        salted = salt is not None and self._gate.state is not State.OPEN
+        if salted and (failed := await self._switch(body)):
+            return failed
+        self._gate.admit(body["epoch"], body["version"], salted)
         self._arm()
         return success(epoch=body["epoch"], version=body["version"], salt=self._salt)
+
+    async def _fence(self, body: Mapping[str, Any]) -> Answer:
+        gate, version = self._gate, body["version"]
+        if gate.check_move(body["epoch"], version):
+            if reason := self._engine.live_fence_unsupported:
+                return failure("FenceUnsupported", reason)
+            if failed := await self._switch(body):
+                return failed
+            # Requests that passed before this line say the old epoch; those that end after it say both.
+            gate.move(body["epoch"], version)
+        return success(epoch=body["epoch"], version=version, salt=self._salt, inFlight=gate.in_flight)
+
+    async def _switch(self, body: Mapping[str, Any]) -> Answer | None:
+        """Put the command's salt into the block hashes of every rank. None, or why it did not come to that.
+
+        A paused engine lets go of what has no epoch in its key (outputs of the encoder), of the prefix cache as far as
+        nothing holds it, and requests that were kept start over: their KV is computed anew.
+        """
+        gate, engine, salt = self._gate, self._engine, body["salt"]
+        if reason := engine.fence_unsupported:
+            return failure("FenceUnsupported", reason)
+        kept, mine = False, Fence(body["term"], body["epoch"])
+        try:
+            async with asyncio.timeout(body["timeoutSeconds"]), self._switching:
+                if gate.fence > mine:
+                    return failure("Superseded", "a newer command came before the engine switched")
+                await engine.switch(salt)
+                self._salt = salt
+                if gate.state is not State.OPEN:
+                    kept = gate.state is State.PAUSED and gate.in_flight > 0
+                    cleared = await engine.reset_prefix(preempt=kept)
+                    while kept and not cleared:
+                        await asyncio.sleep(POLL_SECONDS)
+                        cleared = await engine.reset_prefix(preempt=True)
+                    await engine.reset_encoder()
+                    await engine.reset_multimodal()
+        except TimeoutError:
+            what = "requests that are kept still hold blocks" if kept else "the engine did not switch in time"
+            return failure("BlocksHeld" if kept else "EngineTimeout", what)
+        except Exception as error:
+            return failure("EngineFault", f"{type(error).__name__}: {error}")
+        return failure("Superseded", "a newer command came while the engine switched") if gate.fence > mine else None
 
     async def _resume(self, body: Mapping[str, Any]) -> Answer:
         gate = self._gate
@@ -417,15 +461,16 @@ class Commands:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    async def _pause_scheduler(self, abort: bool) -> None:
+    async def _pause_scheduler(self, mode: str) -> None:
         """Pause vLLM's scheduler and return when it says it is paused; nothing while the gate is open.
 
-        vLLM's own call returns when its saves have ended too, which is what drain is for: it goes on beside.
+        vLLM's own call returns when its saves have ended too, which is what drain is for: it goes on beside. Only to
+        keep requests is it waited for: the step that they are in must have ended before weights change.
         """
 
         async def pause() -> None:
             try:
-                await self._engine.pause(abort)
+                await self._engine.pause(mode)
             except Exception as error:
                 log("pause-failed", boot=self._gate.boot_id, error=f"{type(error).__name__}: {error}")
 
@@ -436,19 +481,26 @@ class Commands:
                 return
             task = self._spawn(pause())
             while not task.done():
-                if (await self._engine.probe()).paused:
+                if mode != "keep" and (await self._engine.probe()).paused:
                     break
                 await asyncio.wait((task,), timeout=POLL_SECONDS)
 
     async def _until(self, done: Callable[[], Awaitable[bool]], seconds: float) -> Answer | None:
         """Ask until it is so. None, or why it did not come to that within ``seconds``."""
+        asked: float | None = None
+        answers = 0
         try:
             async with asyncio.timeout(max(seconds, 0.0)):
                 while True:
+                    asked = time.monotonic()
                     if await done():
                         return None
+                    asked = None
+                    answers += 1
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
+            if asked is not None and (not answers or time.monotonic() - asked >= STATUS_TIMEOUT):
+                return failure("EngineTimeout", "the engine did not answer in time")
             return failure("Timeout", "")
         except Exception as error:
             return failure("EngineFault", f"{type(error).__name__}: {error}")
@@ -479,7 +531,7 @@ class Commands:
         """End in the engine what a close has ended at the gate."""
         try:
             async with asyncio.timeout(ABORT_TIMEOUT):
-                await self._pause_scheduler(abort=True)
+                await self._pause_scheduler("abort")
         except Exception as error:
             log("abort-failed", boot=self._gate.boot_id, error=f"{type(error).__name__}: {error}")
 

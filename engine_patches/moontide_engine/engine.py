@@ -64,6 +64,10 @@ class Engine(Protocol):
     def fence_unsupported(self) -> str:
         """Why block hashes cannot carry an epoch here; empty if they can."""
 
+    @property
+    def live_fence_unsupported(self) -> str:
+        """Why the epoch cannot change while requests run; empty if it can."""
+
     async def switch(self, salt: str) -> None:
         """From now on ``salt`` is part of every block hash, on every rank. Raises EngineFault."""
 
@@ -79,14 +83,18 @@ class Engine(Protocol):
     async def set_weights_version(self, version: str) -> None:
         """Tell the engine what its weights are."""
 
-    async def pause(self, abort: bool) -> None:
-        """Let no new request be scheduled; with ``abort`` end those there are. Never clears a cache."""
+    async def pause(self, mode: str) -> None:
+        """Let no new request be scheduled. Those there are run on (``wait``), end (``abort``) or stop (``keep``). Never
+        clears a cache."""
 
     async def resume(self) -> None:
         """Undo ``pause``."""
 
-    async def reset_prefix(self) -> bool:
-        """Empty the local prefix cache of every rank, never the store. False while blocks are held."""
+    async def reset_prefix(self, preempt: bool = False) -> bool:
+        """Empty the local prefix cache of every rank, never the store. False while blocks are held.
+
+        ``preempt``: requests that run start over, so they hold none.
+        """
 
     async def reset_encoder(self) -> None:
         """Empty the encoder cache of every rank."""
@@ -123,6 +131,14 @@ class VllmEngine:
     def fence_unsupported(self) -> str:
         """From the connectors' names."""
         return policy_epoch.unsupported(self._client.vllm_config.kv_transfer_config)
+
+    @property
+    def live_fence_unsupported(self) -> str:
+        """Outputs of a multi-modal encoder are kept by the picture's hash, in which there is no epoch."""
+        if self.fence_unsupported:
+            return self.fence_unsupported
+        multimodal = bool(getattr(self._config.model_config, "is_multimodal_model", False))
+        return "the model is multi-modal, and its encoder cache does not know of epochs" if multimodal else ""
 
     async def switch(self, salt: str) -> None:
         """``EngineCore.moontide_switch`` on every engine core: data-parallel ranks all switch, or it is no success."""
@@ -173,17 +189,17 @@ class VllmEngine:
         """Set it on every engine core."""
         await self._client.update_weight_version(version)
 
-    async def pause(self, abort: bool) -> None:
+    async def pause(self, mode: str) -> None:
         """vLLM's pause with ``clear_cache=False``: its default cascades into a wipe of the store."""
-        await self._client.pause_generation(mode="abort" if abort else "wait", clear_cache=False)
+        await self._client.pause_generation(mode=mode, clear_cache=False)
 
     async def resume(self) -> None:
         """vLLM's resume."""
         await self._client.resume_generation()
 
-    async def reset_prefix(self) -> bool:
+    async def reset_prefix(self, preempt: bool = False) -> bool:
         """The local part alone, on every engine core."""
-        return all(answer is True for answer in await self._all("reset_prefix_cache", False, False))
+        return all(answer is True for answer in await self._all("reset_prefix_cache", preempt, False))
 
     async def reset_encoder(self) -> None:
         """On every engine core, which fans out to its workers."""

@@ -6,7 +6,9 @@ monotonic). Not thread-safe: one event loop owns it.
 Invariants, whatever is called in whatever order:
 
 - the gate is never open without an admission to the epoch it is open in;
-- it is never admitted to an epoch unless the caches were clean and drained at that moment;
+- it is never admitted to an epoch unless the caches were clean and drained at that moment, or what they hold has
+  another epoch's salt in its keys;
+- it is moved to another epoch while it is open only with a new salt in its keys;
 - a pause that is not ended in time becomes ``closed``; nothing opens by itself;
 - the fence (term, epoch) only goes up.
 """
@@ -225,15 +227,20 @@ class Gate:
         self._require_still("clean")
         self._clean = True
 
-    def admit(self, epoch: int, version: str | None) -> None:
-        """Admit this process to an epoch. A closed gate becomes paused and has ``admit_ttl`` seconds to be resumed."""
+    def admit(self, epoch: int, version: str | None, salted: bool = False) -> None:
+        """Admit this process to an epoch. A closed gate becomes paused and has ``admit_ttl`` seconds to be resumed.
+
+        ``salted``: the epoch's salt is in its keys by now, so it need be neither clean nor drained.
+        """
         state = self.state
         stamp = Stamp(epoch, version)
         if self._admitted and self._stamp == stamp:
             return
         if self._terminating:
             raise Refusal("Terminating", "this process is shutting down")
-        if not (self._clean and self._drained):
+        if salted and state is State.OPEN:
+            raise Refusal("NotQuiesced", "an open engine is fenced, not admitted, to another epoch")
+        if not salted and not (self._clean and self._drained):
             missing = " and ".join(n for n, ok in (("drained", self._drained), ("reset", self._clean)) if not ok)
             raise Refusal("NotClean", f"the engine is {state} and was not {missing} since it last ran requests")
         self._stamp = stamp
@@ -244,6 +251,21 @@ class Gate:
             self._deadline = now + self._admit_ttl
             self._paused_at = now
             self._set(State.PAUSED, "")
+
+    def check_move(self, epoch: int, version: str | None) -> bool:
+        """Whether a move to ``epoch`` has work to do (False: open in it already). Raises Refusal if not allowed."""
+        state = self.state
+        if state is not State.OPEN:
+            raise Refusal("NotOpen", f"the engine is {state}; admit and resume it")
+        if self._terminating:
+            raise Refusal("Terminating", "this process is shutting down")
+        return self._stamp != Stamp(epoch, version)
+
+    def move(self, epoch: int, version: str | None) -> None:
+        """Go on, open, in another epoch, whose salt is in the keys by now. Raises Refusal unless open."""
+        if self.check_move(epoch, version):
+            self._stamp = Stamp(epoch, version)
+            self._set(State.OPEN, "")
 
     def check_resume(self, epoch: int) -> bool:
         """Whether a resume to ``epoch`` has work to do (False: open in it already). Raises Refusal if not allowed."""

@@ -14,6 +14,9 @@ from moontide_engine.routes import Kind, classify
 
 VERSION_HEADER = b"x-moontide-version"
 EPOCH_HEADER = b"x-moontide-epoch"
+# A request that passed in one epoch and ends in another: the one it ends in. A header where that is known before the
+# first byte of the answer; in a stream of server-sent events a comment, last of all.
+LAST_EPOCH_HEADER = b"x-moontide-last-epoch"
 
 # Body bytes kept for one held request while its connection is watched for a disconnect. Beyond it the server's own flow
 # control stops reading, and the disconnect is noticed when the request runs.
@@ -123,7 +126,7 @@ class GateMiddleware:
             await asyncio.wait((watch,))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, stamp: Stamp) -> None:
-        running = _Running(receive, send, tuple(_stamp_headers(stamp)))
+        running = _Running(receive, send, self._gate, stamp)
         self._running.add(running)
         try:
             await self._app(scope, running.receive, running.send)
@@ -170,13 +173,21 @@ class _Running:
     handler of vLLM knows: a cancelled task leaves its inner tasks running.
     """
 
-    def __init__(self, receive: Receive, send: Send, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+    def __init__(self, receive: Receive, send: Send, gate: Gate, stamp: Stamp) -> None:
         self.ended = asyncio.Event()
         self.started = False
         self.complete = False
         self._receive = receive
         self._send = send
-        self._headers = headers
+        self._gate = gate
+        self._stamp = stamp
+        self._told = False
+        self._events = False
+
+    def _last_epoch(self) -> bytes:
+        """The epoch it is in by now, empty if that is the one it began in or its client knows already."""
+        now = self._gate.stamp
+        return b"" if self._told or now is None or now.epoch == self._stamp.epoch else str(now.epoch).encode()
 
     async def receive(self) -> Message:
         """The client's messages, and a disconnect once the request was ended."""
@@ -197,9 +208,19 @@ class _Running:
             raise OSError("the gate was closed")
         if message["type"] == "http.response.start":
             self.started = True
-            message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
+            headers = [*message.get("headers", ()), *_stamp_headers(self._stamp)]
+            fields = {name.lower(): value for name, value in headers}
+            self._events = b"text/event-stream" in fields.get(b"content-type", b"") and b"content-length" not in fields
+            if not self._events and (last := self._last_epoch()):
+                headers.append((LAST_EPOCH_HEADER, last))
+                self._told = True
+            message = {**message, "headers": headers}
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self.complete = True
+            if self._events and (last := self._last_epoch()):
+                self._told = True
+                comment = b": " + LAST_EPOCH_HEADER + b": " + last + b"\n\n"
+                message = {**message, "body": message.get("body", b"") + comment}
         await self._send(message)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from hack.demo.kube import Kube, KubeError, NotInTime, Object, condition, is_current
+from hack.demo.kube import Kube, KubeError, NotInTime, Object, condition, is_current, wait
 from hack.demo.reach import Reach
 from moontide import labels, naming
 
@@ -257,6 +257,15 @@ class Fleet:
                     if is_current(policy, version):
                         return policy
         raise NotInTime(f"Current=True for version {version}: not within {seconds:g} s. {policy.get('status')}")
+
+    def until_collected(self, seconds: float) -> Object:
+        """The PolicyVersion once every older key is removed, and that was verified. Raises NotInTime."""
+
+        def done() -> Object | None:
+            policy = self.get_policy()
+            return policy if policy["status"]["lastUpdate"].get("wipedAt") else None
+
+        return wait(done, seconds, "old keys to be removed", last=lambda: str(self.get_policy().get("status")))
 
     def bump(self, version: int | str) -> Object:
         """``kubectl patch`` of the version; returns the patched object."""

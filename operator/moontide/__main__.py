@@ -10,7 +10,10 @@ from moontide import app, config, jsonlog
 
 
 def main() -> int:
-    """Run the operator. Returns 0 after SIGTERM, 2 for a configuration that makes no sense."""
+    """Run the operator. Returns 0 after SIGTERM, 2 for a configuration that makes no sense.
+
+    A leader that lost its Lease ends the process with :data:`moontide.app.EXIT_LOST`.
+    """
     try:
         loaded = config.load(os.environ)
     except ValueError as error:

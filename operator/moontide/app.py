@@ -1,12 +1,22 @@
-"""The composition root: makes the clients and the loops, and runs them until the process is told to stop."""
+"""The composition root: waits for the Lease, then makes the clients and the loops and runs them until told to stop.
+
+A standby answers its probes and writes nothing. A leader that lost its Lease ends the process at once: what it had in
+hand belongs to the next one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import secrets
+import signal
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp.web
 import kopf
@@ -21,12 +31,19 @@ from moontide.handlers import observe
 from moontide.handlers.loops import Key, Loops
 from moontide.handlers.routes import Routes
 from moontide.kube import tokens
-from moontide.kube.client import Kube
+from moontide.kube.client import GuardedClient, Kube
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL
+from moontide.kube.lease import KubeLease
+from moontide.leader import Identity, Leader
 from moontide.reconcile import inferencedeployment, kvcachepool, policyversion
 from moontide.reconcile.context import Context
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EXIT_LOST = 3
+"""Exit status of a leader that lost its Lease."""
 
 Reconcile = Callable[[Context, str, str], Awaitable[float]]
 
@@ -49,35 +66,120 @@ class Metrics:
             "moontide_reconcile_seconds", "How long a reconcile took.", ["kind"], registry=self.registry
         )
         self.loops = Gauge("moontide_resources", "Resources that have a loop.", registry=self.registry)
+        self.leader = Gauge("moontide_leader", "1 while this process leads, 0 on standby.", registry=self.registry)
+
+
+@dataclass
+class Health:
+    """What the probes read."""
+
+    leader: Leader
+    watching: asyncio.Event = field(default_factory=asyncio.Event)
+    loops: Loops | None = None
+    """None on standby."""
+
+    def stuck(self) -> str:
+        """What does not move, in words; empty while all is well."""
+        found = self.loops.stuck() if self.loops is not None else []
+        return ", ".join(f"{key} has not moved for {seconds:.0f} s" for key, seconds in found)
+
+    def not_ready(self) -> str:
+        """Why it is not ready; empty when it is. A standby is, once it has seen the Lease or that there is none."""
+        if self.leader.leading:
+            return "" if self.watching.is_set() else "the watches have not begun"
+        return "" if self.leader.seen else "the API server has not answered"
 
 
 async def run(config: Config) -> None:
-    """Run the operator until SIGTERM or SIGINT.
+    """Run the operator until SIGTERM or SIGINT: on standby first, then as the leader.
 
-    Raises what ends it otherwise: a process that does not watch any more must not look alive.
+    Raises what ends it otherwise: a process that does not watch any more must not look alive. A leader that lost its
+    Lease does not return: the process ends with :data:`EXIT_LOST`.
     """
+    stop = asyncio.Event()
+    listen(stop)
     await load_kubeconfig()
-    async with k8s.ApiClient() as api, new_http_client() as http:
+    metrics = Metrics()
+    identity = Identity(config.pod_name or socket.gethostname(), config.pod_uid, secrets.token_hex(4))
+    # The Lease has connections of its own: nothing else may keep a renewal waiting.
+    async with k8s.ApiClient() as api:
+        lease = KubeLease(api, config.namespace, config.lease_name, config.lease_seconds / 5)
+        name = f"Lease/{config.namespace}/{config.lease_name}"
+        leader = Leader(lease, identity, config.lease_seconds, lost, name)
+        metrics.leader.set_function(lambda: float(leader.leading))
+        async with serving(config, metrics, health := Health(leader)):
+            try:
+                if await first(stop, leader.acquire()) is not None:
+                    await lead(config, metrics, health, stop)
+            finally:
+                await leader.release()
+
+
+def lost(reason: str) -> NoReturn:
+    """End this process now, whatever it is doing: it must not act any more."""
+    logger.error("leads no more, so this process ends: %s", reason, extra={"step": "lost"})
+    os._exit(EXIT_LOST)
+
+
+async def lead(config: Config, metrics: Metrics, health: Health, stop: asyncio.Event) -> None:
+    """Watch and reconcile until ``stop``. When this returns or raises, no reconcile runs any more."""
+    term = health.leader.term
+    async with GuardedClient(term) as api, new_http_client() as http:
         kube = Kube(api)
-        context = Context(kube=kube, http=http, tokens=await root_tokens(kube, config.namespace), config=config)
-        metrics = Metrics()
+        root = await first(stop, root_tokens(kube, config.namespace))
+        if root is None:
+            return
+        context = Context(kube=kube, http=http, tokens=root, term=term, config=config)
         loops = Loops(lambda key: reconcile(context, metrics, key), resync=config.resync_seconds)
         metrics.loops.set_function(lambda: len(loops))
-        watching = asyncio.Event()
-        runner = await serve(config.metrics_port, metrics, watching)
+        health.loops = loops
+        handing = asyncio.create_task(hand_over(stop, loops, health.leader), name="hand over")
         try:
-            await kopf.operator(
-                registry=observe.registry(Routes(loops), loops),
-                settings=observe.settings(cluster_wide=not config.watch_namespace),
-                memo=context,
-                clusterwide=not config.watch_namespace,
-                namespaces=[config.watch_namespace] if config.watch_namespace else [],
-                ready_flag=watching,
-                liveness_endpoint=f"http://0.0.0.0:{config.liveness_port}/healthz",
-            )
+            await watch(config, loops, context, health.watching, stop)
         finally:
-            await loops.stop()
-            await runner.cleanup()
+            stop.set()
+            await handing
+
+
+async def hand_over(stop: asyncio.Event, loops: Loops, leader: Leader) -> None:
+    """At ``stop``, end all reconciles and let the next leader begin. kopf takes seconds longer to end."""
+    await stop.wait()
+    await loops.stop()
+    await leader.release()
+
+
+async def watch(config: Config, loops: Loops, context: Context, ready: asyncio.Event, stop: asyncio.Event) -> None:
+    """Run kopf until ``stop``."""
+    before = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
+        registry=observe.registry(Routes(loops)),
+        settings=observe.settings(cluster_wide=not config.watch_namespace),
+        memo=context,
+        clusterwide=not config.watch_namespace,
+        namespaces=[config.watch_namespace] if config.watch_namespace else [],
+        ready_flag=ready,
+        stop_flag=stop,
+    )
+    listen(stop)  # kopf has put its own handlers in place of ours.
+    await kopf.run_tasks(tasks, ignored=before)
+
+
+def listen(stop: asyncio.Event) -> None:
+    """Set ``stop`` at SIGTERM and SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+
+async def first(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What ``work`` returns, or raises; None, and ``work`` is cancelled, when ``stop`` comes first."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
 
 
 async def load_kubeconfig() -> None:
@@ -117,20 +219,33 @@ async def reconcile(context: Context, metrics: Metrics, key: Key) -> float:
         metrics.seconds.labels(key.kind).observe(time.monotonic() - started)
 
 
-async def serve(port: int, metrics: Metrics, watching: asyncio.Event) -> aiohttp.web.AppRunner:
-    """Serve ``/readyz`` and ``/metrics`` on ``port``; the caller cleans the runner up."""
+@contextlib.asynccontextmanager
+async def serving(config: Config, metrics: Metrics, health: Health) -> AsyncIterator[None]:
+    """Serve ``/healthz`` on one port, ``/readyz`` and ``/metrics`` on the other."""
+
+    def answer(trouble: str, status: int) -> aiohttp.web.Response:
+        body = {"ok": not trouble, "leader": health.leader.leading, **({"reason": trouble} if trouble else {})}
+        return aiohttp.web.json_response(body, status=status if trouble else 200)
+
+    async def alive(_: aiohttp.web.Request) -> aiohttp.web.Response:
+        return answer(health.stuck(), 500)
 
     async def ready(_: aiohttp.web.Request) -> aiohttp.web.Response:
-        if watching.is_set():
-            return aiohttp.web.json_response({"ready": True})
-        return aiohttp.web.json_response({"ready": False, "reason": "the watches have not begun"}, status=503)
+        return answer(health.not_ready(), 503)
 
     async def scrape(_: aiohttp.web.Request) -> aiohttp.web.Response:
         return aiohttp.web.Response(body=generate_latest(metrics.registry), content_type="text/plain")
 
-    app = aiohttp.web.Application()
-    app.add_routes([aiohttp.web.get("/readyz", ready), aiohttp.web.get("/metrics", scrape)])
-    runner = aiohttp.web.AppRunner(app, handle_signals=False, access_log=None)
-    await runner.setup()
-    await aiohttp.web.TCPSite(runner, "0.0.0.0", port).start()
-    return runner
+    ports = {
+        config.liveness_port: [aiohttp.web.get("/healthz", alive)],
+        config.metrics_port: [aiohttp.web.get("/readyz", ready), aiohttp.web.get("/metrics", scrape)],
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        for port, routes in ports.items():
+            app = aiohttp.web.Application()
+            app.add_routes(routes)
+            runner = aiohttp.web.AppRunner(app, handle_signals=False, access_log=None)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await aiohttp.web.TCPSite(runner, "0.0.0.0", port).start()
+        yield

@@ -27,10 +27,18 @@ class Config:
     mooncake_image: str = DEFAULT_MOONCAKE_IMAGE
     log_level: str = "INFO"
     liveness_port: int = 8080
+    """Serves ``/healthz``."""
     metrics_port: int = 8081
     """Serves ``/readyz`` and ``/metrics``."""
     resync_seconds: float = 60.0
     """Every resource is looked at again after this time, whatever was or was not observed."""
+    lease_name: str = "moontide-operator"
+    """The Lease in ``namespace`` that decides who leads."""
+    lease_seconds: int = 15
+    """How long the Lease holds without a renewal: a standby waits this long for a leader that fell silent."""
+    pod_name: str = ""
+    pod_uid: str = ""
+    """Empty outside a pod. A process takes the Lease at once from an earlier process of its own pod."""
 
 
 def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_FILE) -> Config:
@@ -55,6 +63,10 @@ def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_F
         liveness_port=_port(environ, "MOONTIDE_LIVENESS_PORT", default.liveness_port),
         metrics_port=_port(environ, "MOONTIDE_METRICS_PORT", default.metrics_port),
         resync_seconds=_seconds(environ, "MOONTIDE_RESYNC_SECONDS", default.resync_seconds),
+        lease_name=environ.get("MOONTIDE_LEASE_NAME") or default.lease_name,
+        lease_seconds=_lease_seconds(environ, default.lease_seconds),
+        pod_name=environ.get("MOONTIDE_POD_NAME", ""),
+        pod_uid=environ.get("MOONTIDE_POD_UID", ""),
     )
 
 
@@ -74,3 +86,10 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < value < 86_400:
         raise ValueError(f"{name} is {raw!r}; write seconds, for example 60")
     return value
+
+
+def _lease_seconds(environ: Mapping[str, str], default: int) -> int:
+    raw = environ.get("MOONTIDE_LEASE_SECONDS") or str(default)
+    if not raw.isdigit() or not 3 <= int(raw) <= 600:
+        raise ValueError(f"MOONTIDE_LEASE_SECONDS is {raw!r}; write whole seconds from 3 to 600, for example 15")
+    return int(raw)

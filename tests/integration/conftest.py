@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,30 +144,42 @@ def _free_port() -> int:
 class Operator:
     """The operator as a process, with a service account's token."""
 
-    def __init__(self, kubeconfig: Path, log: Path, watch_namespace: str = "") -> None:
+    def __init__(
+        self,
+        kubeconfig: Path,
+        log: Path,
+        watch_namespace: str = "",
+        own_namespace: str = SYSTEM,
+        environ: Mapping[str, str] | None = None,
+        code: str = "",
+    ) -> None:
+        """``code`` runs in place of ``python -m moontide``."""
         self._kubeconfig = kubeconfig
         self._log = log
         self._watch_namespace = watch_namespace
+        self._own_namespace = own_namespace
+        self._environ = dict(environ or {})
+        self._command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "moontide"]
         self._process: subprocess.Popen[bytes] | None = None
         self.liveness_port = _free_port()
         self.metrics_port = _free_port()
 
     def start(self) -> None:
-        """Start it, and wait until it says that it is ready."""
+        """Start it, and wait until it says that it is ready: it leads, or is on standby."""
         keep = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         environ = {
             **keep,
             "KUBECONFIG": str(self._kubeconfig),
-            "MOONTIDE_NAMESPACE": SYSTEM,
+            "MOONTIDE_NAMESPACE": self._own_namespace,
             "MOONTIDE_WATCH_NAMESPACE": self._watch_namespace,
             "MOONTIDE_LIVENESS_PORT": str(self.liveness_port),
             "MOONTIDE_METRICS_PORT": str(self.metrics_port),
             "MOONTIDE_RESYNC_SECONDS": str(RESYNC_SECONDS),
             "MOONTIDE_ENGINE_IMAGE": "engine.test/moontide:1",
+            **self._environ,
         }
         with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "moontide"]
-            self._process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, cwd=self._log.parent)
+            self._process = subprocess.Popen(self._command, env=environ, stdout=log, stderr=log, cwd=self._log.parent)
         wait_for("the operator is ready", lambda: self.http(self.metrics_port, "/readyz") == 200, 120)
 
     def http(self, port: int, path: str) -> int:
@@ -182,6 +194,22 @@ class Operator:
             return error.code
         except OSError:
             return 0
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self, which: signal.Signals) -> None:
+        """Send it a signal, and do not wait."""
+        os.kill(self.pid, which)
+
+    def wait(self, seconds: float) -> int:
+        """Wait until it ends by itself. Returns its exit status."""
+        assert self._process is not None
+        status = self._process.wait(seconds)
+        self._process = None
+        return status
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it. Returns its exit status."""
@@ -201,9 +229,16 @@ class Operator:
         return self._log.read_text()
 
 
-def service_account_kubeconfig(kubectl: Kubectl, folder: Path) -> Path:
+def released_lease(namespace: str) -> dict[str, Any]:
+    """The Lease of an operator that gave it up: the next one need not wait."""
+    metadata = {"name": "moontide-operator", "namespace": namespace}
+    spec = {"leaseDurationSeconds": 15, "leaseTransitions": 1}
+    return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
+
+
+def service_account_kubeconfig(kubectl: Kubectl, folder: Path, namespace: str = SYSTEM) -> Path:
     """A kubeconfig of the operator's service account."""
-    token = kubectl("create", "token", SERVICE_ACCOUNT, "-n", SYSTEM, "--duration=2h").strip()
+    token = kubectl("create", "token", SERVICE_ACCOUNT, "-n", namespace, "--duration=2h").strip()
     config = yaml.safe_load(kubectl.kubeconfig.read_text())
     for user in config["users"]:
         user["user"] = {"token": token}
@@ -212,9 +247,9 @@ def service_account_kubeconfig(kubectl: Kubectl, folder: Path) -> Path:
     return path
 
 
-def chart_rights(tools: Path, *values: str) -> str:
+def chart_rights(tools: Path, *values: str, namespace: str = SYSTEM) -> str:
     """The chart's RBAC manifests."""
-    command = [str(tools / "helm"), "template", "moontide", str(ROOT / "charts/moontide"), "-n", SYSTEM]
+    command = [str(tools / "helm"), "template", "moontide", str(ROOT / "charts/moontide"), "-n", namespace]
     sets = [part for value in values for part in ("--set", value)]
     done = subprocess.run([*command, "-s", "templates/rbac.yaml", *sets], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -226,7 +261,10 @@ def _operator(kubectl: Kubectl, tools: Path, tmp_path_factory: pytest.TempPathFa
     """The operator, serving every namespace, with the rights of the chart's ClusterRole."""
     folder = tmp_path_factory.mktemp("operator")
     kubectl("apply", "-f", "-", stdin=chart_rights(tools))
-    running = Operator(service_account_kubeconfig(kubectl, folder), folder / "operator.log")
+    kubectl.apply(released_lease(SYSTEM))
+    # A machine that is busy for seconds is no subject here; and as a pod's container it need not wait after a kill.
+    environ = {"MOONTIDE_LEASE_SECONDS": "120", "MOONTIDE_POD_NAME": "session", "MOONTIDE_POD_UID": "session"}
+    running = Operator(service_account_kubeconfig(kubectl, folder), folder / "operator.log", environ=environ)
     running.start()
     yield running
     assert running.stop() == 0, running.log()[-4000:]
@@ -259,3 +297,30 @@ def _namespaced_operator(kubectl: Kubectl, tools: Path, tmp_path: Path) -> Itera
     yield start
     for running in started:
         running.stop()
+
+
+@pytest.fixture(name="released_lease")
+def _released_lease(kubectl: Kubectl, namespace: str) -> None:
+    """In the test's namespace, a Lease that was given up."""
+    kubectl.apply(released_lease(namespace))
+
+
+@pytest.fixture(name="operators_of")
+def _operators_of(kubectl: Kubectl, tools: Path, tmp_path: Path) -> Iterator[Callable[[str], Callable[..., Operator]]]:
+    """Makes operators that live in, and serve, one namespace, with the rights of the chart's Roles. Not started."""
+    made: list[Operator] = []
+
+    def of(namespace: str) -> Callable[..., Operator]:
+        rights = chart_rights(tools, f"watchNamespace={namespace}", namespace=namespace)
+        kubectl("apply", "-f", "-", stdin=rights)
+        kubeconfig = service_account_kubeconfig(kubectl, tmp_path, namespace)
+
+        def make(name: str, environ: Mapping[str, str], code: str = "") -> Operator:
+            made.append(Operator(kubeconfig, tmp_path / f"{name}.log", namespace, namespace, environ, code))
+            return made[-1]
+
+        return make
+
+    yield of
+    for running in made:
+        running.stop(signal.SIGKILL)

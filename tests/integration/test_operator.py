@@ -395,6 +395,10 @@ def test_rights_are_few(kubectl: Any, operator: Any, namespace: str) -> None:
         assert not may(verb, "secrets", namespace)
         assert not may(verb, "secrets", "moontide-system")
     assert not may("get", "secrets/moontide-root-key", namespace)
+    assert may("update", "leases.coordination.k8s.io/moontide-operator", "moontide-system")
+    assert not may("update", "leases.coordination.k8s.io/other", "moontide-system")
+    assert not may("delete", "leases.coordination.k8s.io/moontide-operator", "moontide-system")
+    assert not may("get", "leases.coordination.k8s.io/moontide-operator", namespace)
     for verb in ("create", "delete", "update", "patch"):
         assert not may(verb, "inferencedeployments.moontide.dev", namespace)
     assert not may("delete", "deployments.apps", namespace)

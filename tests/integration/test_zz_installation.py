@@ -98,14 +98,16 @@ def test_helm_with_crds_keeps_them_when_it_goes(kubectl: Any, helm: Helm, namesp
     kubectl("delete", "ifd", "chat", "-n", namespace, "--timeout=10s")
 
 
-@pytest.mark.parametrize("value", ["logLevel=LOUD", "defaults.engine.device=tpu", "replicas=2", "image="])
+@pytest.mark.parametrize("value", ["logLevel=LOUD", "defaults.engine.device=tpu", "replicas=3", "image="])
 def test_helm_refuses_values_that_do_nothing(helm: Helm, value: str) -> None:
     done = helm("template", "x", str(ROOT / "charts/moontide"), "--set", value, check=False)
     assert done.returncode != 0
     assert "values don't meet the specifications" in done.stderr
 
 
-@pytest.mark.parametrize("values", [(), ("watchNamespace=a",), ("imagePullSecrets[0].name=s", "imagePullPolicy=Never")])
+@pytest.mark.parametrize(
+    "values", [(), ("watchNamespace=a",), ("replicas=2",), ("imagePullSecrets[0].name=s", "imagePullPolicy=Never")]
+)
 def test_the_api_server_takes_every_manifest(kubectl: Any, helm: Helm, values: tuple[str, ...], namespace: str) -> None:
     sets = [part for value in values for part in ("--set", value.replace("=a", f"={namespace}"))]
     made = helm("template", "x", str(ROOT / "charts/moontide"), "-n", namespace, "--set", "crds.install=false", *sets)

@@ -40,7 +40,9 @@ def _install() -> None:
     for target, make in _REPLACED.items():
         replace(target, make)
     front.reroute()
-    importlib.import_module("vllm.v1.engine.core").EngineCore.moontide_reset = core.moontide_reset
+    engine_core = importlib.import_module("vllm.v1.engine.core").EngineCore
+    engine_core.moontide_reset = core.moontide_reset
+    engine_core.moontide_reset_local = core.moontide_reset_local
 
 
 PATCH = Patch(

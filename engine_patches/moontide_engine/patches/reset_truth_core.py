@@ -49,12 +49,7 @@ def start(core: Any, reset_running_requests: bool, reset_connector: bool) -> Fut
 
     The future is done within the store timeout and a second. Only for the thread of EngineCore.
     """
-    try:
-        refused = _reset_local(core.scheduler, reset_running_requests, reset_connector)
-    except Exception as error:
-        # vLLM raises when blocks are still held after it has preempted everything.
-        reason = "BlocksHeld" if isinstance(error, RuntimeError) else "EngineFault"
-        refused = Report(False, (), None, reason, f"{type(error).__name__}: {error}")
+    refused = _reset_local(core.scheduler, reset_running_requests, reset_connector)
     if refused is not None:
         # The admin plane asks for a local reset many times a second until blocks are free.
         return _resolved(_told(refused) if reset_connector else refused)
@@ -66,6 +61,15 @@ def start(core: Any, reset_running_requests: bool, reset_connector: bool) -> Fut
 
 def _reset_local(scheduler: Any, running: bool, external: bool) -> Report | None:
     """None, or why it was refused. The store must not be touched then: it would be filled again behind the wipe."""
+    try:
+        return _try_local(scheduler, running, external)
+    except Exception as error:
+        # vLLM raises when blocks are still held after it has preempted everything.
+        reason = "BlocksHeld" if isinstance(error, RuntimeError) else "EngineFault"
+        return Report(False, (), None, reason, f"{type(error).__name__}: {error}")
+
+
+def _try_local(scheduler: Any, running: bool, external: bool) -> Report | None:
     loading = sum(1 for request in scheduler.requests.values() if request.status.name == "WAITING_FOR_REMOTE_KVS")
     if loading and (running or external):
         return Report(False, (), None, "LoadPending", f"{loading} requests wait for blocks from an external cache")
@@ -155,6 +159,12 @@ def core_reset(original: Any) -> Any:
 def moontide_reset(self: Any, reset_running_requests: bool, reset_connector: bool) -> Any:
     """Utility of EngineCore: the same reset, answered with all that is known about it."""
     return _deferred(self, start(self, reset_running_requests, reset_connector), Report.as_json)
+
+
+def moontide_reset_local(self: Any, reset_running_requests: bool) -> dict[str, Any]:
+    """Utility of EngineCore: what ``moontide_reset`` does before it turns to the store, with all its refusals."""
+    refused = _reset_local(self.scheduler, reset_running_requests, True)
+    return (Report(True, ("local",)) if refused is None else _told(refused)).as_json()
 
 
 def core_reset_caches(original: Any) -> Any:

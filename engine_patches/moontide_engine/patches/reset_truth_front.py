@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from typing import Any
 
+from moontide_engine import settings as settings_module
+
 ROUTER = "vllm.entrypoints.serve.dev.cache.api_router"
 PATH = "/reset_prefix_cache"
+
+_GRACE = 3.0
+"""Seconds that the engine cores may take beyond the store timeout; each of them keeps to a second."""
 
 
 class CachesNotReset(RuntimeError):
@@ -29,7 +35,20 @@ def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _ask(client: Any, running: bool, external: bool) -> dict[str, Any]:
-    return merged(await client.engine_core.call_utility_all_async("moontide_reset", running, external))
+    """Reset every engine core, and say what became of it. One that waits for a dead worker does not answer at all."""
+    core = client.engine_core
+    seconds = settings_module.load().store_timeout + _GRACE
+    try:
+        async with asyncio.timeout(seconds):
+            if external and len(getattr(core, "core_engines", ())) > 1:
+                # One of them would wipe the store that they share while another one refuses and fills it again.
+                ready = merged(await core.call_utility_all_async("moontide_reset_local", running))
+                if not ready["success"]:
+                    return ready
+            return merged(await core.call_utility_all_async("moontide_reset", running, external))
+    except TimeoutError:
+        message = f"no answer within {seconds:g} s; the engine may yet carry it out"
+        return {"success": False, "cleared": [], "removed": None, "reason": "EngineTimeout", "message": message}
 
 
 def route(original: Any) -> Any:

@@ -10,19 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import httpx
 from pydantic import ValidationError
 
-from moontide.planning.model import Action, Command, EngineStatus, Fleet, Result, Wipe
+from moontide.planning.model import Action, Collect, Command, EngineStatus, Fleet, Result, Wipe
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-TERM = 0
-"""Counts changes of leader; one operator runs (Recreate), so it is constant until there is a Lease."""
 
 STATUS_SECONDS = 3.0
 """A healthy engine answers its status in milliseconds; one that needs longer is not reset, whatever it says later."""
@@ -78,8 +75,6 @@ async def engine_status(http: httpx.AsyncClient, address: str, token: str) -> En
     code, body = answer
     if code != 200:
         return Unanswered(f"Http{code}", f"{address} answered {code}: {str(body)[:200]}")
-    if body.get("responsive") is False:
-        return Unanswered("EngineUnresponsive", f"{address}: {body.get('fault')}"[:500])
     try:
         return EngineStatus.model_validate(body)
     except ValidationError as error:
@@ -98,14 +93,17 @@ def _result(action: Action, answer: tuple[int, dict[str, Any]] | Unanswered, sta
     return Result(action, success, reason, message, removed if isinstance(removed, int) else 0, seconds)
 
 
-async def send(http: httpx.AsyncClient, command: Command, token: str) -> Result:
-    """One command to one engine; at most ``timeout_seconds`` in the engine and :data:`MARGIN_SECONDS` around it."""
+async def send(http: httpx.AsyncClient, command: Command, token: str, term: int) -> Result:
+    """One command to one engine, from the leader of ``term``.
+
+    It takes at most ``timeout_seconds`` in the engine and :data:`MARGIN_SECONDS` around it.
+    """
     started = time.monotonic()
     engine = command.replica.status
     if engine is None or command.replica.address is None:
         return Result(command, False, "Unreachable", "the engine did not answer its status")
-    body: dict[str, Any] = {"term": TERM, "epoch": command.epoch, "bootId": engine.boot_id, **command.body}
-    if command.step.value in ("quiesce", "drain", "reset", "resume") or "salt" in command.body:
+    body: dict[str, Any] = {"term": term, "epoch": command.epoch, "bootId": engine.boot_id, **command.body}
+    if command.step.value in ("quiesce", "drain", "reset", "resume", "fence") or "salt" in command.body:
         body["timeoutSeconds"] = command.timeout_seconds
     url = f"http://{command.replica.address}/moontide/v1/{command.step.value}"
     answer = await _json(http, "POST", url, token, command.timeout_seconds + MARGIN_SECONDS, body)
@@ -120,13 +118,36 @@ async def wipe(http: httpx.AsyncClient, action: Wipe, url: str, token: str) -> R
     started = time.monotonic()
     body = {"namespace": action.fleet.uid, "timeoutSeconds": action.timeout_seconds}
     seconds = action.timeout_seconds + MARGIN_SECONDS
-    first = _result(action, await _json(http, "POST", f"{url}/moontide/v1/wipe", token, seconds, body), started)
+    return await _twice(http, action, f"{url}/moontide/v1/wipe", token, seconds, body, started)
+
+
+async def collect(http: httpx.AsyncClient, action: Collect, url: str, token: str) -> Result:
+    """Remove the fleet's keys of epochs that are over, then verify: a second collection must find none.
+
+    ``url`` is the wiper's base. ``removed`` counts the keys of the first. Keys in use are ``KeysLeft``: try again.
+    """
+    started = time.monotonic()
+    body = {"namespace": action.fleet.uid, "keep": list(action.keep), "timeoutSeconds": action.timeout_seconds}
+    seconds = action.timeout_seconds + MARGIN_SECONDS
+    return await _twice(http, action, f"{url}/moontide/v1/collect", token, seconds, body, started)
+
+
+async def _twice(
+    http: httpx.AsyncClient,
+    action: Wipe | Collect,
+    url: str,
+    token: str,
+    seconds: float,
+    body: dict[str, Any],
+    started: float,
+) -> Result:
+    first = _result(action, await _json(http, "POST", url, token, seconds, body), started)
     if not first.success:
         return first
-    answer = await _json(http, "POST", f"{url}/moontide/v1/wipe", token, seconds, body)
+    answer = await _json(http, "POST", url, token, seconds, body)
     second = _result(action, answer, started)
     if not second.success:
-        return Result(action, False, second.reason, second.message, first.removed, second.seconds)
+        return replace(second, removed=first.removed)
     left = None if isinstance(answer, Unanswered) else answer[1].get("removed")
     if type(left) is not int or left != 0:
         text = f"a second removal still found {left} keys"
@@ -156,8 +177,8 @@ async def fan_out(items: list[T], call: Callable[[T], Awaitable[R]], limit: int 
     return good
 
 
-def wipe_without_store(action: Wipe, fleet: Fleet) -> Result:
-    """The result for a fleet whose wipe needs no call: it has no pool, or the pool it names is missing."""
+def wipe_without_store(action: Wipe | Collect, fleet: Fleet) -> Result:
+    """The result for a fleet whose removal needs no call: it has no pool, or the pool it names is missing."""
     if fleet.pool is None:
         return Result(action, True, "NoStore", "the fleet keeps local caches only")
     return Result(action, False, "PoolNotFound", f"KVCachePool {fleet.pool} does not exist, so nothing can be verified")

@@ -82,7 +82,12 @@ class Loops:
         return sorted(self._loops)
 
     def start(self, key: Key) -> None:
-        """The resource exists and something about it may have changed: start its loop, or wake it."""
+        """The resource exists and something about it may have changed: start its loop, or wake it.
+
+        Does nothing once :meth:`stop` was called.
+        """
+        if self._stopping:
+            return
         loop = self._loops.get(key)
         if loop is None:
             wake = asyncio.Event()

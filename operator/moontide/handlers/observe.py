@@ -9,7 +9,6 @@ import kopf
 
 from moontide import labels
 from moontide.api.v1alpha1 import GROUP, VERSION
-from moontide.handlers.loops import Loops
 from moontide.handlers.routes import Routes
 from moontide.kube.kinds import KINDS
 
@@ -17,7 +16,7 @@ CHILDREN = (("", "v1", "pods"), ("apps", "v1", "deployments"), ("", "v1", "servi
 """Kinds of children that are watched. Secrets are not: the operator may not read them; a resync repairs them."""
 
 
-def registry(routes: Routes, loops: Loops) -> kopf.OperatorRegistry:
+def registry(routes: Routes) -> kopf.OperatorRegistry:
     """The handlers of one operator process."""
     made = kopf.OperatorRegistry()
 
@@ -48,13 +47,6 @@ def registry(routes: Routes, loops: Loops) -> kopf.OperatorRegistry:
         async def child(*, namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
             if namespace is not None:
                 routes.child(namespace, labels)
-
-    @kopf.on.probe(registry=made, id="loops", errors=kopf.ErrorsMode.PERMANENT)
-    async def alive(**_: Any) -> int:
-        stuck = loops.stuck()
-        if stuck:
-            raise RuntimeError(", ".join(f"{key} has not moved for {seconds:.0f} s" for key, seconds in stuck))
-        return len(loops)
 
     return made
 

@@ -103,6 +103,19 @@ def parse(kind: Kind[T], body: dict[str, Any]) -> Resource[T]:
     return Resource(meta=meta, model=model, kind=kind.kind)
 
 
+class GuardedClient(k8s.ApiClient):
+    """An API client that calls ``allow`` right before each request that may write."""
+
+    def __init__(self, allow: Callable[[], object]) -> None:
+        super().__init__()
+        self._allow = allow
+
+    async def call_api(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method != "GET":
+            self._allow()
+        return await super().call_api(method, *args, **kwargs)
+
+
 class Kube:
     """The operator's API client. One instance serves the whole process."""
 

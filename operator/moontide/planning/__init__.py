@@ -1,1 +1,1 @@
-"""Every decision of the consistency protocol, without I/O: see :mod:`moontide.planning.barrier`."""
+"""Every decision of the consistency protocol, without I/O: see :mod:`moontide.planning.protocol`."""

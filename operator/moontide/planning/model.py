@@ -29,6 +29,10 @@ class FenceStatus(BaseModel):
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, frozen=True)
 
     supported: bool = False
+    live: bool = False
+    """And whether that epoch can change while requests run."""
+    reason: str = ""
+    """Why not."""
 
 
 class EngineStatus(BaseModel):
@@ -48,8 +52,16 @@ class EngineStatus(BaseModel):
     """No KV of any request can be in the local caches."""
     drained: bool
     """Nothing runs, and every rank's queue of puts to the store is empty."""
-    running: int
-    waiting: int = 0
+    running: int | None
+    """Requests in vLLM's schedulers; None when the engine behind the gate did not answer."""
+    waiting: int | None = 0
+    in_flight: int = 0
+    """Requests that passed the gate and have not ended."""
+    responsive: bool = True
+    """Whether the engine behind the gate answered. If not, the gate still obeys ``close``."""
+    fault: str = ""
+    salt: str = ""
+    """What its block hashes begin with; empty before an admission that named one."""
     held: int = 0
     last_pause_seconds: float | None = None
     reason: str = ""
@@ -80,6 +92,11 @@ class Replica:
     """Why ``status`` is None, for people."""
 
     @property
+    def silent(self) -> bool:
+        """Nothing can be said of the engine now: no answer, or only one of the gate in front of it."""
+        return self.status is None or not self.status.responsive
+
+    @property
     def newcomer(self) -> bool:
         """It never served, so it holds no KV and writes none: it need not be waited for."""
         if self.status is None:
@@ -98,6 +115,8 @@ class Fleet:
     pool_uid: str | None = None
     """None while the pool is missing."""
     replicas: tuple[Replica, ...] = ()
+    token_secret: str = ""
+    """Name of the Secret with the bearer token of its admin ports."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +129,14 @@ class Observed:
 
 
 class Step(StrEnum):
-    """The steps of a barrier, in order; the values are the engine's routes."""
+    """The steps of a change; those of one replica have the names of the engine's routes."""
 
     QUIESCE = "quiesce"
     DRAIN = "drain"
     RESET = "reset"
     WIPE = "wipe"
+    COLLECT = "collect"
+    FENCE = "fence"
     ADMIT = "admit"
     RESUME = "resume"
     CLOSE = "close"
@@ -143,6 +164,15 @@ class Wipe:
 
 
 @dataclass(frozen=True)
+class Collect:
+    """Remove a fleet's keys of all epochs but ``keep`` (salts), beside its load, then verify with a second look."""
+
+    fleet: Fleet
+    keep: tuple[str, ...]
+    timeout_seconds: float = 10.0
+
+
+@dataclass(frozen=True)
 class Replace:
     """Delete the pod of a replica that failed for too long."""
 
@@ -150,7 +180,7 @@ class Replace:
     message: str
 
 
-Action = Command | Wipe | Replace
+Action = Command | Wipe | Collect | Replace
 
 
 @dataclass(frozen=True)
@@ -162,7 +192,7 @@ class Result:
     reason: str = ""
     message: str = ""
     removed: int = 0
-    """Wipe: keys that the first removal took."""
+    """Wipe, Collect: keys that the first removal took."""
     seconds: float = 0.0
 
 

@@ -3,25 +3,40 @@
 Promise
     When the policy changes, no replica ever serves KV that was computed with the old one.
 
+Words
+    A fleet is *salted* when every engine of it that may have served puts its epoch into its keys: what such an engine
+    computed, or still puts, in one epoch cannot be found in another. Other fleets are *plain*. A plain fleet becomes
+    salted with its first verified wipe, if all engines that are admitted after it can do that.
+
 Invariants (each has a property test in tests/unit/planning)
     I1  An epoch is in ``status`` before any engine hears of it; it only ever goes up and is never used twice.
-    I2  A fleet's keys are wiped for epoch *e* only when no engine that may have served can still write: every such
-        engine is quiesced, drained and reset, or its container is gone. An engine that does not answer blocks it.
-    I3  An engine is admitted to *e*, and resumed in it, only when its fleet's wipe for *e* was verified, and only
-        while it is clean and drained, and (``weights: External``) reports the weights of *e*.
-    I4  A step counts when a later look at the engine says so; never because a call returned.
-    I5  Nothing is remembered outside ``status`` and the engines: any operator can take over after any action.
-    I6  Replicas that never served (newcomers) are not waited for; they stay closed until admitted.
+    I2  A plain fleet's keys are wiped for epoch *e* only when no engine that may have served can still write: every
+        such engine is quiesced, drained and reset, or its container is gone. An engine that does not answer blocks it.
+    I3  An engine of a plain fleet is admitted to *e*, and resumed in it, only when its fleet's wipe for *e* was
+        verified, and only while it is clean and drained. One of a salted fleet is admitted with the salt of *e*.
+    I4  An engine is admitted only when it reports the weights of *e* (``weights: External``).
+    I5  ``Barrier``: none is resumed in *e* while another of its fleet may be open elsewhere, except one that did not
+        answer for ``replicaTimeoutSeconds`` (``onReplicaFailure: Hold`` makes no exception; plain fleets neither).
+    I6  A step counts when a later look at the engine says so; never because a call returned.
+    I7  Nothing is remembered outside ``status`` and the engines: any operator can take over after any action.
+    I8  Replicas that never served (newcomers) are not waited for; they stay closed until admitted.
 
 Algorithm
-    Each call of :func:`plan` looks at everything once. If the version asked for has no epoch yet, it allots one and
-    does nothing else. Otherwise each replica of a fleet whose keys are not yet wiped for the epoch gets its own next
-    step (quiesce, drain, reset). A fleet with nothing left to do is wiped. A wiped fleet's replicas are admitted, then
-    resumed. The caller writes ``status`` first, carries the actions out, folds their results in with :func:`record`
-    and calls again, until a plan has no actions.
+    Each call of :func:`plan` looks at everything once. If an epoch must be allotted, it does that and nothing else.
+    Otherwise each replica gets its own next step:
 
-The pause is held by the engines with a time to live (``deadlineSeconds``): an operator that never comes back leaves
-closed engines, never stale ones and never ones that are paused for ever.
+    ======================  ==========================================================================================
+    plain fleet             quiesce, drain, reset; then the fleet's wipe; then admit, resume
+    salted fleet, Barrier   quiesce, admit (which switches the salt), resume; old keys are collected when all is done
+    salted fleet, Fence     fence (which switches the salt of an open engine); old keys are collected afterwards
+    while preparing         Barrier: quiesce (plain: drain, reset too) and hold. Fence: fence to the transit epoch
+    ======================  ==========================================================================================
+
+    The caller writes ``status`` first, carries the actions out, folds their results in with :func:`record` and calls
+    again, until a plan has no actions.
+
+The pause is held by the engines with a time to live (``deadlineSeconds``, ``prepareDeadlineSeconds``): an operator that
+never comes back leaves closed engines, never stale ones and never ones that are paused for ever.
 """
 
 from __future__ import annotations
@@ -34,12 +49,15 @@ from moontide.api.v1alpha1 import (
     Member,
     PolicyVersionSpec,
     PolicyVersionStatus,
-    ReplicaCounts,
+    Preparation,
+    PreparedFleet,
     ReplicaFailure,
     Update,
 )
+from moontide.planning import report
 from moontide.planning.model import (
     Action,
+    Collect,
     Command,
     EngineStatus,
     Fleet,
@@ -52,43 +70,109 @@ from moontide.planning.model import (
     Step,
     Wipe,
 )
-from moontide.status import Verdict, merge, parse_timestamp, timestamp
-
-LISTED_FAILURES = 10
-LISTED_HISTORY = 10
+from moontide.status import merge, parse_timestamp, timestamp
 
 CALL_SECONDS = 5.0
-"""Bound of one short call (admit, resume, close)."""
+"""Bound of one short call (fence, resume, close, admit)."""
 ATTEMPT_SECONDS = 10.0
-"""Bound of one attempt at quiesce, drain, reset or wipe; more is reached by trying again."""
+"""Bound of one attempt at drain, reset, wipe or collect; more is reached by trying again."""
+QUIESCE_SECONDS = 3.0
+"""The same for quiesce: the others' next steps wait for it when one engine hangs."""
 BUSY_REQUEUE = 0.5
 POLL_SECONDS = 1.0
 """Engines tell nobody when they have come up or been given weights, so they are asked."""
+COLLECT_REQUEUE = 2.0
+"""Keys in use have a lease of a few seconds; their collection is tried again until it has run out."""
 IDLE_REQUEUE = 30.0
+LATE_SECONDS = 30.0
+"""After the first collection: puts that were under way then have come or failed, so a second finds what they left."""
 
-WAITED_FOR = frozenset({"RequestsRunning"})
-"""Answers that are no fault of the replica: it waits for requests, as ``runningRequests: Wait`` asks."""
+WAITED_FOR = frozenset({"RequestsRunning", "KeysLeft"})
+"""Answers that are no fault of anybody: requests run on (``runningRequests: Wait``), or hold a lease on their keys."""
 
 
-def needs_epoch(
-    spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, replicas: Iterable[Replica]
-) -> str | None:
-    """Why a new epoch must be allotted, or None.
+# -- which epoch -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """A new epoch is needed: for which version, and why."""
+
+    version: str
+    why: str
+    preparing: str | None = None
+    """The version that a trainer is about to push: the epoch is one of transit."""
+    outcome: str = ""
+    """How the preparation that was under way ends."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A change is asked for and not begun."""
+
+    reason: str
+    message: str
+
+
+def decide(
+    spec: PolicyVersionSpec,
+    generation: int,
+    status: PolicyVersionStatus,
+    replicas: list[Replica],
+    now: dt.datetime,
+) -> Allotment | Hold | None:
+    """Whether a new epoch must be allotted.
 
     A jump of two generations with the same version may hide a change away and back, so it counts as one. An engine
     that knows a higher epoch than ``status`` means that ``status`` was lost.
     """
+    under_way = active(status)
     if status.target_version != spec.label:
-        return f"version {spec.label} is asked for, {status.target_version or 'none'} has the epoch"
+        why = f"version {spec.label} is asked for, {status.target_version or 'none'} has the epoch"
+        if status.target_version is not None and spec.suspend:
+            return Hold("Suspended", f"version {spec.label} is asked for, and spec.suspend is true")
+        committed = under_way is not None and under_way.version == spec.label
+        if under_way is None and _lacks_weights(spec, replicas):
+            return Hold(
+                "WaitingForWeights",
+                f"no serving replica reports weight version {spec.label!r}, so nothing was changed; push the weights "
+                "and set the engines' weight version, or set spec.weights to Unchecked",
+            )
+        return Allotment(spec.label, why, outcome="Committed" if committed else "Aborted")
     if status.observed_generation is not None and generation - status.observed_generation >= 2:
-        return "the spec changed more than once unseen, so the version may have changed and returned"
+        why = "the spec changed more than once unseen, so the version may have changed and returned"
+        return Allotment(spec.label, why, outcome="Aborted")
     highest = max((r.status.epoch for r in replicas if r.status is not None), default=0)
     if highest > status.epoch:
-        return f"an engine is in epoch {highest}, beyond this resource's {status.epoch}"
+        why = f"an engine is in epoch {highest}, beyond this resource's {status.epoch}"
+        return Allotment(spec.label, why, outcome="Aborted")
+    if status.reset_nonce != spec.reset_nonce:
+        if spec.suspend:
+            return Hold("Suspended", "a reset is asked for, and spec.suspend is true")
+        return Allotment(spec.label, "a reset is asked for", outcome="Aborted")
+    if under_way is not None:
+        if under_way.version != spec.preparing_label:
+            return Allotment(spec.label, f"the preparation of version {under_way.version} was aborted", None, "Aborted")
+        age = (now - parse_timestamp(under_way.started_at)).total_seconds()
+        if age >= spec.prepare_deadline_seconds:
+            why = f"the preparation of version {under_way.version} was not committed within {age:.0f} s"
+            return Allotment(spec.label, why, outcome="Expired")
+        return None
+    wanted = spec.preparing_label
+    if wanted is not None and (status.preparation is None or status.preparation.version != wanted):
+        if spec.suspend:
+            return Hold("Suspended", f"version {wanted} is to be prepared, and spec.suspend is true")
+        return Allotment(spec.label, f"version {wanted} is being prepared", preparing=wanted)
     return None
 
 
-def _holds_for_weights(spec: PolicyVersionSpec, replicas: list[Replica]) -> bool:
+def active(status: PolicyVersionStatus) -> Preparation | None:
+    """The preparation under way."""
+    found = status.preparation
+    return None if found is None or found.outcome else found
+
+
+def _lacks_weights(spec: PolicyVersionSpec, replicas: list[Replica]) -> bool:
     """No replica that serves reports the wanted weights: a change would close the whole fleet, so it waits."""
     serving = [r for r in replicas if not r.newcomer]
     if spec.weights == "Unchecked" or not serving:
@@ -96,8 +180,69 @@ def _holds_for_weights(spec: PolicyVersionSpec, replicas: list[Replica]) -> bool
     return all(r.status is None or r.status.weights_version != spec.label for r in serving)
 
 
+def _allot(
+    spec: PolicyVersionSpec,
+    generation: int,
+    status: PolicyVersionStatus,
+    observed: Observed,
+    replicas: list[Replica],
+    chosen: Allotment,
+) -> Plan:
+    """Allot the next epoch and do nothing else, so that it is written before an engine hears of it (I1)."""
+    epoch = max([status.epoch, *(r.status.epoch for r in replicas if r.status is not None)]) + 1
+    now = timestamp(observed.now)
+    under_way = active(status)
+    preparation = status.preparation
+    if chosen.preparing is not None:
+        preparation = Preparation(version=chosen.preparing, epoch=epoch, started_at=now)
+    elif under_way is not None:
+        # One that was aborted is forgotten: if it is still asked for, it begins anew. One that expired does not.
+        over = chosen.outcome in ("Committed", "Expired")
+        preparation = under_way.model_copy(update={"outcome": chosen.outcome}) if over else None
+    text = f"epoch {epoch} for version {chosen.version}: {chosen.why}"
+    notes = [Note("EpochAllotted", text)]
+    if under_way is not None and chosen.outcome in ("Aborted", "Expired"):
+        notes.append(Note(f"Preparation{chosen.outcome}", chosen.why, warning=True))
+    notes += _fallbacks(spec, observed)
+    after = status.model_copy(
+        update={
+            "observed_generation": generation,
+            "epoch": epoch,
+            "target_version": chosen.version,
+            "reset_nonce": spec.reset_nonce,
+            "preparation": preparation,
+            "members": _members(status, observed),
+            "replicas": report.counts(replicas, epoch),
+            "last_update": Update(epoch=epoch, version=chosen.preparing or chosen.version, started_at=now),
+            "failures": (),
+            "failures_omitted": 0,
+            "conditions": merge(status.conditions, report.allotted(epoch, text), generation, observed.now),
+        }
+    )
+    return Plan(after, (), tuple(notes), 0.0)
+
+
+def _fallbacks(spec: PolicyVersionSpec, observed: Observed) -> list[Note]:
+    """``Fence`` that cannot be had is said aloud: it falls back to ``Barrier``, with a wipe where keys need it."""
+    if spec.strategy != "Fence":
+        return []
+    notes = []
+    for fleet in observed.fleets:
+        unable = [r for r in fleet.replicas if r.status is not None and not r.status.fence.live]
+        if unable:
+            engine = unable[0].status
+            why = engine.fence.reason if engine is not None else ""
+            more = f" and {len(unable) - 1} more" if len(unable) > 1 else ""
+            text = f"{fleet.name} takes a barrier: {unable[0].name}{more} cannot fence: {why or 'no reason given'}"
+            notes.append(Note("FenceUnsupported", text[:1000], warning=True))
+    return notes
+
+
+# -- which step --------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class _View:
+class View:
     """The inputs of one look, with the derived facts that several decisions share."""
 
     spec: PolicyVersionSpec
@@ -107,51 +252,129 @@ class _View:
 
     @property
     def epoch(self) -> int:
+        """The highest allotted."""
         return self.status.epoch
 
     @property
     def elapsed(self) -> float:
+        """Seconds since the change began."""
         update = self.status.last_update
         return 0.0 if update is None else (self.now - parse_timestamp(update.started_at)).total_seconds()
 
     @property
+    def preparing(self) -> bool:
+        """A trainer may be pushing weights: nothing is admitted or resumed."""
+        return active(self.status) is not None
+
+    @property
+    def deadline(self) -> int:
+        """Seconds that replicas may stay paused for."""
+        return self.spec.prepare_deadline_seconds if self.preparing else self.spec.deadline_seconds
+
+    @property
     def remaining(self) -> float:
         """Seconds until the deadline, at least one: the time to live of a pause."""
-        return max(1.0, self.spec.deadline_seconds - self.elapsed)
+        return max(1.0, self.deadline - self.elapsed)
+
+    @property
+    def late_puts_are_over(self) -> bool:
+        """It is time for the last collection."""
+        update = self.status.last_update
+        if update is None or update.wiped_at is None:
+            return False
+        return (self.now - parse_timestamp(update.wiped_at)).total_seconds() >= LATE_SECONDS
+
+    @property
+    def salt(self) -> str:
+        """What block hashes begin with in this epoch. With the policy's UID in it, a policy that is deleted and made
+        again never meets blocks of its first life."""
+        return f"{self.policy_uid}/{self.epoch}"
+
+    def salts(self, engine: EngineStatus) -> bool:
+        """Whether the engine can be admitted with a salt."""
+        return engine.fence.supported and bool(self.policy_uid)
 
     def weights_match(self, engine: EngineStatus) -> bool:
+        """Whether the engine reports the weights of the epoch."""
         return self.spec.weights == "Unchecked" or engine.weights_version == self.status.target_version
 
-    def quiesce(self, replica: Replica) -> Command:
+    def failing_since(self, name: str) -> dt.datetime | None:
+        """Since when a replica fails, None if it does not. What fell off the list of ten began with the change."""
+        for failure in self.status.failures:
+            if failure.replica == name:
+                return parse_timestamp(failure.since)
+        update = self.status.last_update
+        return parse_timestamp(update.started_at) if self.status.failures_omitted and update is not None else None
+
+    def overdue(self, replica: Replica) -> bool:
+        """It has failed for ``replicaTimeoutSeconds``."""
+        since = self.failing_since(replica.name)
+        return since is not None and (self.now - since).total_seconds() >= self.spec.replica_timeout_seconds
+
+    def given_up(self, replica: Replica) -> bool:
+        """The others go on without it."""
+        return self.spec.on_replica_failure != "Hold" and self.overdue(replica)
+
+    def unproven(self, replica: Replica) -> bool:
+        """Whether a replica that does not answer may be open in an older epoch. After the change, only one that did not
+        answer during it; any other is the business of its liveness probe."""
+        update = self.status.last_update
+        finished = update is not None and update.resumed_at is not None
+        known = any(failure.replica == replica.name for failure in self.status.failures)
+        return not replica.newcomer and (known or not finished)
+
+    def runs_on(self, engine: EngineStatus) -> bool:
+        """Requests of an older epoch still run in a paused engine, and are to end before it moves on."""
+        if engine.state != "paused" or engine.epoch == self.epoch or self.spec.running_requests == "Keep":
+            return False
+        return bool(engine.in_flight or engine.running)
+
+    def quiesce(self, replica: Replica, *, salted: bool = False) -> Command:
+        """Hold new requests; the pause ends in ``closed`` at the deadline. To keep requests, KV must have a salt."""
+        mode = self.spec.running_requests if salted or self.spec.running_requests != "Keep" else "Wait"
         return Command(
             Step.QUIESCE,
             replica,
             self.epoch,
             {
-                "mode": self.spec.running_requests.lower(),
+                "mode": mode.lower(),
                 "requestsDuringBarrier": self.spec.requests_during_barrier,
                 "ttlSeconds": round(self.remaining, 3),
             },
-            timeout_seconds=min(ATTEMPT_SECONDS, self.remaining),
+            timeout_seconds=min(QUIESCE_SECONDS, self.remaining),
         )
 
     def short(self, step: Step, replica: Replica, **body: str | int | float | bool | None) -> Command:
+        """A call that the engine answers at once."""
         return Command(step, replica, self.epoch, dict(body), timeout_seconds=CALL_SECONDS)
 
-    def admit(self, replica: Replica, engine: EngineStatus) -> Command:
-        """With the salt of the epoch, where the engine can put it into its block hashes.
+    def long(self, step: Step, replica: Replica) -> Command:
+        """A call that waits for something in the engine."""
+        return Command(step, replica, self.epoch, {}, timeout_seconds=ATTEMPT_SECONDS)
 
-        The policy's UID is in it, so a policy deleted and made again never meets blocks of its first life.
-        """
-        salted = {"salt": f"{self.policy_uid}/{self.epoch}"} if engine.fence.supported and self.policy_uid else {}
+    def admit(self, replica: Replica, engine: EngineStatus) -> Command:
+        """With the salt of the epoch, where the engine can put it into its block hashes."""
+        salted = {"salt": self.salt} if self.salts(engine) else {}
         return self.short(Step.ADMIT, replica, version=self.status.target_version, **salted)
 
-    def long(self, step: Step, replica: Replica) -> Command:
-        return Command(step, replica, self.epoch, {}, timeout_seconds=ATTEMPT_SECONDS)
+    def fence(self, replica: Replica) -> Command:
+        """Switch an open engine. In transit no version is claimed: weights may be half old, half new."""
+        version = None if self.preparing else self.status.target_version
+        return self.short(Step.FENCE, replica, version=version, salt=self.salt)
+
+
+NextStep = Command | Step | None
+"""What a replica needs: a call; to be waited for, with the name of what it lacks (a bare step); nothing."""
 
 
 def _current(engine: EngineStatus, epoch: int) -> bool:
     return engine.state == "open" and engine.epoch == epoch
+
+
+def _salted(member: Member, fleet: Fleet) -> bool:
+    """Whether late puts of this fleet's engines are harmless. An engine that holds KV without a salt says otherwise."""
+    engines = [r.status for r in fleet.replicas if r.status is not None]
+    return member.salted and all(engine.salt or engine.clean for engine in engines)
 
 
 def _stray(replica: Replica, epoch: int) -> bool:
@@ -160,14 +383,14 @@ def _stray(replica: Replica, epoch: int) -> bool:
     return engine is not None and engine.epoch != epoch and not engine.clean
 
 
-def _next_before_wipe(view: _View, replica: Replica) -> Command | Step | None:
-    """The next step of one replica of a fleet that is not yet wiped; a bare Step is one it is only waited for."""
+def _plain_before_wipe(view: View, replica: Replica) -> NextStep:
+    """The next step of one replica of a plain fleet that is not yet wiped."""
     if replica.newcomer:
         return None
     engine = replica.status
-    if engine is None:
+    if engine is None or not engine.responsive:
         return Step.QUIESCE
-    if engine.state == "open" or (engine.state == "paused" and engine.running > 0):
+    if engine.state == "open" or (engine.state == "paused" and engine.running):
         return view.quiesce(replica)
     if not engine.drained:
         return view.long(Step.DRAIN, replica)
@@ -176,19 +399,17 @@ def _next_before_wipe(view: _View, replica: Replica) -> Command | Step | None:
     return None
 
 
-def _next_after_wipe(view: _View, replica: Replica) -> Command | Step | None:
+def _plain_after_wipe(view: View, replica: Replica) -> NextStep:
     """The next step of one replica of a wiped fleet: towards open in the epoch, or closed with a reason."""
     engine = replica.status
-    if engine is None or _current(engine, view.epoch):
+    if engine is None or not engine.responsive or view.preparing or _current(engine, view.epoch):
         return None
     if engine.state == "open":
         return view.quiesce(replica)
     if replica.terminating and engine.state == "closed":
         return None
     if not view.weights_match(engine):
-        if engine.state == "paused":
-            return view.short(Step.CLOSE, replica, reason="WaitingForWeights")
-        return Step.ADMIT
+        return _without_weights(view, replica, engine)
     if not engine.drained:
         return view.long(Step.DRAIN, replica)
     if not engine.clean:
@@ -198,68 +419,253 @@ def _next_after_wipe(view: _View, replica: Replica) -> Command | Step | None:
     return view.short(Step.RESUME, replica)
 
 
+def _without_weights(view: View, replica: Replica, engine: EngineStatus) -> NextStep:
+    if engine.state == "paused":
+        return view.short(Step.CLOSE, replica, reason="WaitingForWeights")
+    return Step.ADMIT
+
+
+def _salted_step(view: View, replica: Replica, blocked: bool) -> NextStep:
+    """The next step of one replica of a salted fleet; ``blocked``: another may still be open in an older epoch."""
+    engine = replica.status
+    if engine is None:
+        return Step.QUIESCE if view.unproven(replica) else None
+    if _current(engine, view.epoch) or (not engine.responsive and engine.state == "closed"):
+        return None
+    if not engine.responsive:
+        # The gate in front of a hung engine obeys: nothing new gets in, and in the end nothing gets out.
+        if view.given_up(replica):
+            return view.short(Step.CLOSE, replica, reason="EngineUnresponsive")
+        return view.quiesce(replica, salted=True) if engine.state == "open" else Step.QUIESCE
+    if engine.state == "open":
+        if view.spec.strategy == "Fence" and view.salts(engine) and engine.fence.live:
+            return view.fence(replica) if view.preparing or view.weights_match(engine) else Step.ADMIT
+        return view.quiesce(replica, salted=True)
+    if view.runs_on(engine):
+        return view.quiesce(replica, salted=True)
+    if view.preparing:
+        return None
+    if replica.terminating and engine.state == "closed":
+        return None
+    if not view.weights_match(engine):
+        return _without_weights(view, replica, engine)
+    if engine.state == "closed" or engine.epoch != view.epoch:
+        if not view.salts(engine) and not engine.drained:
+            return view.long(Step.DRAIN, replica)
+        if not view.salts(engine) and not engine.clean:
+            return view.long(Step.RESET, replica)
+        return view.admit(replica, engine)
+    return Step.RESUME if blocked else view.short(Step.RESUME, replica)
+
+
+def _may_be_open_elsewhere(view: View, replica: Replica) -> bool:
+    """It is not proven to serve nothing of an older epoch."""
+    engine = replica.status
+    if engine is None:
+        return view.unproven(replica)
+    return engine.epoch != view.epoch and (engine.state == "open" or view.runs_on(engine))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One fleet in one look."""
+
+    fleet: Fleet
+    salted: bool
+    pending: bool
+    """An engine may still serve another epoch; of a plain fleet, the keys are not wiped yet."""
+    blocked: bool
+    """The same, without replicas that are not waited for any longer."""
+    steps: tuple[tuple[Replica, NextStep], ...]
+    store: tuple[Action, ...] = ()
+    """Its wipe or its collection."""
+
+    @property
+    def commands(self) -> list[Action]:
+        """Calls to its engines."""
+        return [step for _, step in self.steps if isinstance(step, Command)]
+
+    @property
+    def waits(self) -> list[tuple[Replica, Step]]:
+        """Replicas that are waited for, and what they lack."""
+        return [(replica, step) for replica, step in self.steps if isinstance(step, Step)]
+
+
+def _plain_turn(view: View, fleet: Fleet, member: Member) -> Turn:
+    pending = member.wiped_epoch < view.epoch or any(_stray(r, view.epoch) for r in fleet.replicas)
+    if not pending:
+        return Turn(fleet, False, False, False, tuple((r, _plain_after_wipe(view, r)) for r in fleet.replicas))
+    steps = tuple((r, _plain_before_wipe(view, r)) for r in fleet.replicas)
+    still = all(step is None for _, step in steps)
+    if view.preparing:
+        return Turn(fleet, False, not still, not still, steps)
+    return Turn(fleet, False, True, True, steps, (Wipe(fleet, ATTEMPT_SECONDS),) if still else ())
+
+
+def _salted_turn(view: View, fleet: Fleet, member: Member) -> Turn:
+    elsewhere = [r for r in fleet.replicas if _may_be_open_elsewhere(view, r)]
+    blocked = any(not (r.silent and view.given_up(r)) for r in elsewhere)
+    steps = tuple((r, _salted_step(view, r, blocked and view.spec.strategy == "Barrier")) for r in fleet.replicas)
+    moving = any(isinstance(step, Command) and step.step is not Step.CLOSE for _, step in steps)
+    left = member.wiped_epoch < view.epoch or (member.swept_epoch < view.epoch and view.late_puts_are_over)
+    collects = left and not (blocked or moving or view.preparing)
+    store: tuple[Action, ...] = (Collect(fleet, (view.salt,), ATTEMPT_SECONDS),) if collects else ()
+    return Turn(fleet, True, bool(elsewhere), blocked, steps, store)
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
 def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, observed: Observed) -> Plan:
     """What to do next. Pure: the same inputs give the same plan."""
     replicas = [replica for fleet in observed.fleets for replica in fleet.replicas]
-    why = needs_epoch(spec, generation, status, replicas)
-    waiting_for_weights = why is not None and _holds_for_weights(spec, replicas)
-    if why is not None and not waiting_for_weights:
-        return _allot(spec, generation, status, observed, replicas, why)
-    status = status if waiting_for_weights else status.model_copy(update={"observed_generation": generation})
-    view = _View(spec, status, observed.now, observed.policy_uid)
-    members = _members(status, observed)
-    wiped: dict[str, int] = {m.uid: m.wiped_epoch for m in members}
-    pending = [
-        f for f in observed.fleets if wiped[f.uid] < view.epoch or any(_stray(r, view.epoch) for r in f.replicas)
-    ]
-    settled = [f for f in observed.fleets if f not in pending]
-    members = tuple(m if m.uid not in {f.uid for f in pending} else _unwiped(m, view.epoch) for m in members)
+    chosen = decide(spec, generation, status, replicas, observed.now)
+    if isinstance(chosen, Allotment):
+        return _allot(spec, generation, status, observed, replicas, chosen)
+    hold = chosen
+    if hold is None:
+        status = status.model_copy(update={"observed_generation": generation})
+    if status.preparation is not None and status.preparation.outcome and spec.preparing_label is None:
+        # Over, and taken note of: the next preparation, of the same version too, begins anew.
+        status = status.model_copy(update={"preparation": None})
+    view = View(spec, status, observed.now, observed.policy_uid)
+    known = {member.uid: member for member in _members(status, observed)}
+    turns: list[Turn] = []
+    for fleet in observed.fleets if view.epoch > 0 else ():
+        member = known[fleet.uid]
+        turn = (_salted_turn if _salted(member, fleet) else _plain_turn)(view, fleet, member)
+        turns.append(turn)
+        known[fleet.uid] = _remember(member, turn, view)
 
-    actions: list[Action] = []
-    waits: list[tuple[Replica, Step]] = []
-    if view.epoch > 0:
-        for fleet in pending:
-            steps = [(r, _next_before_wipe(view, r)) for r in fleet.replicas]
-            actions += [s for _, s in steps if isinstance(s, Command)]
-            waits += [(r, s) for r, s in steps if isinstance(s, Step)]
-            if all(s is None for _, s in steps):
-                actions.append(Wipe(fleet, ATTEMPT_SECONDS))
-        for fleet in settled:
-            steps = [(r, _next_after_wipe(view, r)) for r in fleet.replicas]
-            actions += [s for _, s in steps if isinstance(s, Command)]
-            waits += [(r, s) for r, s in steps if isinstance(s, Step)]
-
-    failures = _fresh_failures(status, view, pending, replicas, actions, waits)
-    replaced: list[Action] = []
-    if spec.on_replica_failure == "Replace":
-        failing = {failure.replica: failure for failure in failures}
-        for fleet in pending:
-            for replica in fleet.replicas:
-                failure = failing.get(replica.name)
-                if failure is None or replica.terminating or not _own_fault(failure, fleet):
-                    continue
-                age = (observed.now - parse_timestamp(failure.since)).total_seconds()
-                if age >= spec.replica_timeout_seconds:
-                    replaced.append(Replace(replica, f"{failure.step} failed for {age:.0f} s: {failure.reason}"))
-    gone = {a.replica.pod_uid for a in replaced if isinstance(a, Replace)}
-    actions = [a for a in actions if not (isinstance(a, Command) and a.replica.pod_uid in gone)] + replaced
+    failures = _fresh_failures(view, turns)
+    replaced = _replacements(view, turns, failures)
+    gone = {action.replica.pod_uid for action in replaced}
+    commands = [a for turn in turns for a in turn.commands if isinstance(a, Command) and a.replica.pod_uid not in gone]
+    actions: tuple[Action, ...] = (*commands, *(a for turn in turns for a in turn.store), *replaced)
 
     after = status.model_copy(
         update={
-            "members": members,
-            "failures": tuple(failures[:LISTED_FAILURES]),
-            "failures_omitted": max(0, len(failures) - LISTED_FAILURES),
-            "replicas": _counts(replicas, view.epoch),
+            "members": tuple(known.values()),
+            "failures": tuple(failures[: report.LISTED_FAILURES]),
+            "failures_omitted": max(0, len(failures) - report.LISTED_FAILURES),
+            "replicas": report.counts(replicas, view.epoch),
         }
     )
-    after, notes = _stamp(view, after, pending, replicas, actions)
-    verdicts = _verdicts(view, after, pending, replicas, actions, waits, waiting_for_weights)
-    after = after.model_copy(update={"conditions": merge(status.conditions, verdicts, generation, observed.now)})
-    busy = bool(actions or pending)
+    look = report.Look(
+        spec=spec,
+        now=observed.now,
+        elapsed=view.elapsed,
+        deadline=view.deadline,
+        epoch=view.epoch,
+        preparing=view.preparing,
+        hold=None if hold is None else (hold.reason, hold.message),
+        replicas=tuple(replicas),
+        steps=tuple(c.step for c in commands),
+        wiping=any(isinstance(a, Wipe) for turn in turns for a in turn.store),
+        plain=any(not turn.salted for turn in turns),
+        pending=any(turn.pending for turn in turns),
+        blocked=any(turn.blocked for turn in turns),
+        unwiped=any(member.wiped_epoch < view.epoch for member in known.values()),
+        waits=tuple(wait for turn in turns for wait in turn.waits),
+    )
+    after, notes = report.timeline(look, after)
+    if view.preparing and not look.moving:
+        after, more = _prepared(after, observed)
+        notes += more
+    after = after.model_copy(
+        update={"conditions": merge(status.conditions, report.verdicts(look, after), generation, observed.now)}
+    )
+    return Plan(after, actions, tuple(notes), _requeue(look, replicas, bool(replaced)))
+
+
+def _requeue(look: report.Look, replicas: list[Replica], replaced: bool) -> float:
+    if look.moving or replaced:
+        return BUSY_REQUEUE
     starting = any(r.status is None and r.container_id is not None for r in replicas)
-    poll = starting or waiting_for_weights or any(step is Step.ADMIT for _, step in waits)
-    requeue = BUSY_REQUEUE if busy else POLL_SECONDS if poll else IDLE_REQUEUE
-    return Plan(after, tuple(actions), tuple(notes), requeue)
+    if starting or look.hold is not None or look.waits or look.preparing:
+        return POLL_SECONDS
+    return COLLECT_REQUEUE if look.unwiped else IDLE_REQUEUE
+
+
+def _prepared(status: PolicyVersionStatus, observed: Observed) -> tuple[PolicyVersionStatus, list[Note]]:
+    """Tell the trainer that it may push, and where to."""
+    preparation = status.preparation
+    assert preparation is not None
+    fleets = tuple(
+        PreparedFleet(
+            name=fleet.name,
+            token_secret=fleet.token_secret,
+            addresses=tuple(r.address for r in fleet.replicas if r.address and not r.terminating)[:256],
+        )
+        for fleet in observed.fleets
+    )
+    first = preparation.prepared_at is None
+    at = timestamp(observed.now) if first else preparation.prepared_at
+    status = status.model_copy(
+        update={"preparation": preparation.model_copy(update={"prepared_at": at, "fleets": fleets})}
+    )
+    text = f"version {preparation.version} may be pushed; epoch {preparation.epoch} is one of transit"
+    return status, [Note("Prepared", text)] if first else []
+
+
+def _members(status: PolicyVersionStatus, observed: Observed) -> tuple[Member, ...]:
+    known = {m.uid: m for m in status.members}
+    return tuple(known.get(f.uid, Member(name=f.name, uid=f.uid)) for f in observed.fleets)
+
+
+def _remember(member: Member, turn: Turn, view: View) -> Member:
+    """What status must say of a fleet before the turn's actions are carried out."""
+    changes: dict[str, object] = {}
+    if not turn.salted and turn.pending and member.wiped_epoch >= view.epoch:
+        changes["wiped_epoch"] = view.epoch - 1
+    admitted = (c for c in turn.commands if isinstance(c, Command) and c.step is Step.ADMIT)
+    if member.salted and (not turn.salted or any("salt" not in c.body for c in admitted)):
+        changes["salted"] = False
+    return member.model_copy(update=changes) if changes else member
+
+
+def _fresh_failures(view: View, turns: list[Turn]) -> list[ReplicaFailure]:
+    """Failures that still hold: those recorded whose step is still to do, and replicas that do not answer."""
+    wanted = {(a.replica.name, a.step.value) for turn in turns for a in turn.commands if isinstance(a, Command)}
+    for turn in turns:
+        wanted |= {(store_of(a.fleet), step_of(a).value) for a in turn.store if isinstance(a, Wipe | Collect)}
+    silent = {r.name: r for turn in turns for r, step in turn.steps if r.silent and step is not None}
+    kept = {f.replica: f for f in view.status.failures}
+    fresh = [f for f in view.status.failures if (f.replica, f.step) in wanted and f.replica not in silent]
+    for name, replica in silent.items():
+        before, unlisted = kept.get(name), view.failing_since(name)
+        since = before.since if before is not None else timestamp(unlisted or view.now)
+        fault = replica.error if replica.status is None else replica.status.fault
+        reason = "Unreachable" if replica.status is None else "EngineUnresponsive"
+        fresh.append(
+            ReplicaFailure(
+                replica=name,
+                step=Step.QUIESCE.value,
+                reason="Terminating" if replica.terminating else reason,
+                message=(fault or "no answer")[:1024],
+                since=since,
+            )
+        )
+    return fresh
+
+
+def _replacements(view: View, turns: list[Turn], failures: list[ReplicaFailure]) -> list[Replace]:
+    """``onReplicaFailure: Replace``: the pods of replicas that have kept a change waiting for too long."""
+    if view.spec.on_replica_failure != "Replace":
+        return []
+    failing = {failure.replica: failure for failure in failures}
+    found = []
+    for turn in turns:
+        for replica in turn.fleet.replicas:
+            failure = failing.get(replica.name)
+            if failure is None or replica.terminating or not _own_fault(failure, turn.fleet):
+                continue
+            if not turn.pending:
+                continue
+            age = (view.now - parse_timestamp(failure.since)).total_seconds()
+            if age >= view.spec.replica_timeout_seconds:
+                found.append(Replace(replica, f"{failure.step} failed for {age:.0f} s: {failure.reason}"))
+    return found
 
 
 def _own_fault(failure: ReplicaFailure, fleet: Fleet) -> bool:
@@ -270,96 +676,47 @@ def _own_fault(failure: ReplicaFailure, fleet: Fleet) -> bool:
     return any(engine is not None and engine.drained for engine in others)
 
 
-def _members(status: PolicyVersionStatus, observed: Observed) -> tuple[Member, ...]:
-    known = {m.uid: m for m in status.members}
-    return tuple(known.get(f.uid, Member(name=f.name, uid=f.uid)) for f in observed.fleets)
+# -- what came of it ---------------------------------------------------------------------------------------------------
 
 
-def _unwiped(member: Member, epoch: int) -> Member:
-    return member if member.wiped_epoch < epoch else member.model_copy(update={"wiped_epoch": epoch - 1})
+def store_of(fleet: Fleet) -> str:
+    """The name under which a fleet's store fails."""
+    return f"store of {fleet.name}"
 
 
-def _allot(
-    spec: PolicyVersionSpec,
-    generation: int,
-    status: PolicyVersionStatus,
-    observed: Observed,
-    replicas: list[Replica],
-    why: str,
-) -> Plan:
-    """Allot the next epoch and do nothing else, so that it is written before an engine hears of it (I1)."""
-    epoch = max([status.epoch, *(r.status.epoch for r in replicas if r.status is not None)]) + 1
-    update = Update(epoch=epoch, version=spec.label, started_at=timestamp(observed.now))
-    verdicts = (
-        Verdict("Current", "False", "Quiescing", f"epoch {epoch} for version {spec.label}: {why}"),
-        Verdict("Progressing", "True", "Quiescing", f"moving to epoch {epoch}"),
-        Verdict("Degraded", "False", "AsExpected"),
-    )
-    after = status.model_copy(
-        update={
-            "observed_generation": generation,
-            "epoch": epoch,
-            "target_version": spec.label,
-            "members": _members(status, observed),
-            "replicas": _counts(replicas, epoch),
-            "last_update": update,
-            "failures": (),
-            "failures_omitted": 0,
-            "conditions": merge(status.conditions, verdicts, generation, observed.now),
-        }
-    )
-    return Plan(after, (), (Note("EpochAllotted", f"epoch {epoch} for version {spec.label}: {why}"),), 0.0)
+def step_of(action: Action) -> Step:
+    """The step that an action is."""
+    if isinstance(action, Command):
+        return action.step
+    return {Wipe: Step.WIPE, Collect: Step.COLLECT, Replace: Step.REPLACE}[type(action)]
 
 
-def _fresh_failures(
-    status: PolicyVersionStatus,
-    view: _View,
-    pending: list[Fleet],
-    replicas: list[Replica],
-    actions: list[Action],
-    waits: list[tuple[Replica, Step]],
-) -> list[ReplicaFailure]:
-    """Failures that still hold: those recorded whose step is still to do, and replicas that do not answer."""
-    wanted = {(a.replica.name, a.step.value) for a in actions if isinstance(a, Command)}
-    wanted |= {(f"store of {a.fleet.name}", Step.WIPE.value) for a in actions if isinstance(a, Wipe)}
-    unreachable = {r.name: r for r, step in waits if step is Step.QUIESCE}
-    kept = {f.replica: f for f in status.failures}
-    fresh = [f for f in status.failures if (f.replica, f.step) in wanted and f.replica not in unreachable]
-    # What fell off the list of ten began at the latest when the change did.
-    unlisted = view.status.last_update.started_at if status.failures_omitted and view.status.last_update else None
-    for name, replica in unreachable.items():
-        before = kept.get(name)
-        since = before.since if before is not None else unlisted or timestamp(view.now)
-        fresh.append(
-            ReplicaFailure(
-                replica=name,
-                step=Step.QUIESCE.value,
-                reason="Terminating" if replica.terminating else "Unreachable",
-                message=(replica.error or "no answer")[:1024],
-                since=since,
-            )
-        )
-    return fresh
+def name_of(action: Action) -> str:
+    """The replica, or the store, that an action is for."""
+    return store_of(action.fleet) if isinstance(action, Wipe | Collect) else action.replica.name
 
 
 def record(status: PolicyVersionStatus, results: Iterable[Result], now: dt.datetime) -> PolicyVersionStatus:
     """``status`` with the results folded in: verified wipes, keys removed, failures with the time they began."""
     members = {m.uid: m for m in status.members}
     failures = {f.replica: f for f in status.failures}
-    update = status.last_update
+    removed = 0
     for result in results:
         action = result.action
-        if isinstance(action, Wipe):
-            name, step = f"store of {action.fleet.name}", Step.WIPE.value
-            if result.success and action.fleet.uid in members:
-                wiped = {"wiped_epoch": status.epoch}
-                members[action.fleet.uid] = members[action.fleet.uid].model_copy(update=wiped)
-            if update is not None and result.removed:
-                update = update.model_copy(update={"keys_removed": (update.keys_removed or 0) + result.removed})
-        elif isinstance(action, Command):
-            name, step = action.replica.name, action.step.value
-        else:
+        if isinstance(action, Replace):
             continue
+        if isinstance(action, Wipe | Collect):
+            removed += result.removed
+            member = members.get(action.fleet.uid)
+            if result.success and member is not None:
+                changes: dict[str, object] = {"wiped_epoch": status.epoch}
+                if isinstance(action, Wipe):
+                    # Nothing of it can be left or come: what is admitted from now on decides.
+                    changes |= {"salted": True, "swept_epoch": status.epoch}
+                elif member.wiped_epoch == status.epoch:
+                    changes = {"swept_epoch": status.epoch}
+                members[action.fleet.uid] = member.model_copy(update=changes)
+        name, step = name_of(action), step_of(action).value
         if result.success or result.reason in WAITED_FOR:
             failures.pop(name, None)
             continue
@@ -372,150 +729,10 @@ def record(status: PolicyVersionStatus, results: Iterable[Result], now: dt.datet
             since=before.since if before is not None else timestamp(now),
         )
     listed = tuple(failures.values())
-    return status.model_copy(
+    return report.removed(status, removed).model_copy(
         update={
             "members": tuple(members.values()),
-            "failures": listed[:LISTED_FAILURES],
-            "failures_omitted": max(status.failures_omitted, len(listed) - LISTED_FAILURES, 0),
-            "last_update": update,
+            "failures": listed[: report.LISTED_FAILURES],
+            "failures_omitted": max(status.failures_omitted, len(listed) - report.LISTED_FAILURES, 0),
         }
     )
-
-
-def _counts(replicas: list[Replica], epoch: int) -> ReplicaCounts:
-    alive = [r for r in replicas if not r.terminating]
-    current = sum(r.status is not None and _current(r.status, epoch) for r in alive)
-    closed = sum(r.status is None or r.status.state == "closed" for r in alive)
-    return ReplicaCounts(total=len(alive), current=current, closed=closed, summary=f"{current}/{len(alive)}")
-
-
-def _stamp(
-    view: _View,
-    status: PolicyVersionStatus,
-    pending: list[Fleet],
-    replicas: list[Replica],
-    actions: list[Action],
-) -> tuple[PolicyVersionStatus, list[Note]]:
-    """The timeline: a step's time is when the first look found it done everywhere."""
-    update = status.last_update
-    if update is None or update.resumed_at is not None:
-        return status, []
-    left = {a.step for a in actions if isinstance(a, Command)}
-    if any(r.status is None and not r.newcomer for f in pending for r in f.replicas):
-        left.add(Step.QUIESCE)
-    now = timestamp(view.now)
-    stages: list[tuple[str, str, bool]] = [
-        ("quiesced_at", "Quiesced", Step.QUIESCE not in left),
-        ("drained_at", "Drained", not left & {Step.QUIESCE, Step.DRAIN}),
-        ("invalidated_at", "Invalidated", not left & {Step.QUIESCE, Step.DRAIN, Step.RESET}),
-        ("wiped_at", "Wiped", not pending),
-        ("resumed_at", "Resumed", not pending and not actions),
-    ]
-    changes: dict[str, object] = {}
-    notes: list[Note] = []
-    for field, reason, done in stages:
-        if not done:
-            break
-        if getattr(update, field) is None:
-            changes[field] = now
-            notes.append(Note(reason, f"epoch {view.epoch}, version {update.version}"))
-    if not changes:
-        return status, []
-    update = update.model_copy(update=changes)
-    finished = "resumed_at" in changes
-    if finished:
-        serving = [r.status for r in replicas if r.status is not None and _current(r.status, view.epoch)]
-        pauses = [e.last_pause_seconds for e in serving if e.last_pause_seconds is not None]
-        update = update.model_copy(
-            update={
-                "pause_seconds": round(max(pauses), 6) if pauses else None,
-                "replicas": len(serving),
-                "keys_removed": update.keys_removed or 0,
-            }
-        )
-        notes[-1] = Note(
-            "PolicyCurrent",
-            f"version {update.version} is current in epoch {view.epoch}: {len(serving)} replicas, "
-            f"{update.keys_removed} keys removed, paused {update.pause_seconds or 0:.3f} s",
-        )
-        status = status.model_copy(
-            update={"version": update.version, "history": (update, *status.history)[:LISTED_HISTORY]}
-        )
-    return status.model_copy(update={"last_update": update}), notes
-
-
-def _verdicts(
-    view: _View,
-    status: PolicyVersionStatus,
-    pending: list[Fleet],
-    replicas: list[Replica],
-    actions: list[Action],
-    waits: list[tuple[Replica, Step]],
-    waiting_for_weights: bool,
-) -> tuple[Verdict, Verdict, Verdict]:
-    counts = status.replicas or ReplicaCounts()
-    steps = [a.step for a in actions if isinstance(a, Command)]
-    store = next((f for f in status.failures if f.step == Step.WIPE.value), None)
-    failing = next((f for f in status.failures if f.step != Step.WIPE.value), None)
-    unweighed = [r.name for r, step in waits if step is Step.ADMIT]
-
-    if waiting_for_weights:
-        current = Verdict(
-            "Current",
-            "False",
-            "WaitingForWeights",
-            f"no serving replica reports weight version {view.spec.label!r}, so nothing was changed; push the weights "
-            "and set the engines' weight version, or set spec.weights to Unchecked",
-        )
-    elif pending and store is not None:
-        current = Verdict("Current", "False", "StoreUnavailable", f"{store.replica}: {store.reason}: {store.message}")
-    elif pending and failing is not None:
-        reason = "ReplicaUnreachable" if failing.reason in ("Unreachable", "Terminating") else "ReplicaFailing"
-        text = f"{failing.replica}, {failing.step}: {failing.reason}: {failing.message}"
-        current = Verdict("Current", "False", reason, text)
-    elif pending:
-        doing = next(
-            (name for step, name in _DOING if step in steps),
-            "Wiping" if any(isinstance(a, Wipe) for a in actions) else "Quiescing",
-        )
-        current = Verdict("Current", "False", doing, f"{doing.lower()} for epoch {view.epoch}")
-    elif Step.RESUME in steps or (Step.ADMIT in steps and status.last_update and not status.last_update.resumed_at):
-        current = Verdict("Current", "False", "Resuming", f"resuming in epoch {view.epoch}")
-    elif any(
-        r.status is not None and r.status.state == "open" and not _current(r.status, view.epoch) for r in replicas
-    ):
-        current = Verdict("Current", "False", "Quiescing", f"a replica is open outside epoch {view.epoch}")
-    else:
-        text = f"{counts.summary} replicas serve version {status.target_version} in epoch {view.epoch}"
-        current = Verdict("Current", "True", "Current", text + (f"; {counts.closed} closed" if counts.closed else ""))
-
-    moving = bool(pending or actions)
-    late = moving and view.elapsed > view.spec.deadline_seconds and current.status == "False"
-    if late:
-        text = f"not finished after {view.elapsed:.0f} s (deadlineSeconds {view.spec.deadline_seconds}); still trying"
-        progressing = Verdict("Progressing", "False", "DeadlineExceeded", text)
-    elif moving and current.status == "False":
-        progressing = Verdict("Progressing", "True", current.reason, f"epoch {view.epoch}")
-    else:
-        progressing = Verdict("Progressing", "False", "Idle")
-
-    if status.failures:
-        first = status.failures[0]
-        more = len(status.failures) + status.failures_omitted - 1
-        text = f"{first.replica}, {first.step}: {first.reason}" + (f", and {more} more" if more else "")
-        degraded = Verdict("Degraded", "True", "StepFailing", text)
-    elif unweighed:
-        text = f"closed until they report weight version {status.target_version!r}: {', '.join(unweighed[:10])}"
-        degraded = Verdict("Degraded", "True", "WaitingForWeights", text)
-    elif late:
-        degraded = Verdict("Degraded", "True", "DeadlineExceeded", progressing.message)
-    else:
-        degraded = Verdict("Degraded", "False", "AsExpected")
-    return current, progressing, degraded
-
-
-_DOING = (
-    (Step.QUIESCE, "Quiescing"),
-    (Step.DRAIN, "Draining"),
-    (Step.RESET, "Invalidating"),
-)

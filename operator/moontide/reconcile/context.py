@@ -29,6 +29,8 @@ class Context:
     http: httpx.AsyncClient
     """For engines and wipers; the API server has its own client."""
     tokens: Tokens
+    term: Callable[[], int]
+    """The term of this leadership, asked for right before each command. Does not return once it may be over."""
     config: Config = field(default_factory=Config)
     now: Callable[[], dt.datetime] = utc_now
 

@@ -66,6 +66,7 @@ async def observe(ctx: Context, deployment: Resource[InferenceDeployment]) -> Fl
         uid=meta.uid,
         pool=pool_name,
         pool_uid=pool.meta.uid if pool is not None else None,
+        token_secret=naming.admin_secret(meta.name),
         replicas=tuple(replicas),
     )
 

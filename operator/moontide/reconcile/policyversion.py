@@ -8,11 +8,23 @@ import time
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
-from moontide.engines.client import fan_out, send, wipe, wipe_without_store
+from moontide.engines.client import collect, fan_out, send, wipe, wipe_without_store
 from moontide.errors import Retry
 from moontide.kube.client import Resource
-from moontide.planning import barrier
-from moontide.planning.model import Action, Command, Fleet, Observed, Plan, Replace, Replica, Result, Step, Wipe
+from moontide.planning import protocol
+from moontide.planning.model import (
+    Action,
+    Collect,
+    Command,
+    Fleet,
+    Observed,
+    Plan,
+    Replace,
+    Replica,
+    Result,
+    Step,
+    Wipe,
+)
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
 
@@ -50,7 +62,7 @@ async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
     followers = await ctx.kube.list_deployments_following(meta.namespace, meta.name)
     fleets: list[Fleet] = await fan_out(followers, lambda follower: observe(ctx, follower), limit=16)
     observed = Observed(tuple(fleets), ctx.now(), meta.uid)
-    plan = barrier.plan(policy.model.spec, meta.generation, status, observed)
+    plan = protocol.plan(policy.model.spec, meta.generation, status, observed)
 
     if plan.status != status and not await ctx.kube.apply_policy_status(
         meta.namespace, meta.name, plan.status, uid=meta.uid
@@ -64,7 +76,7 @@ async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
         results = await _act(ctx, policy, plan.status, list(plan.actions))
     finally:
         await telling
-    after = barrier.record(plan.status, results, ctx.now())
+    after = protocol.record(plan.status, results, ctx.now())
     if after != plan.status:
         await ctx.kube.apply_policy_status(meta.namespace, meta.name, after, uid=meta.uid)
     return None if any(result.success for result in results) else plan.requeue_after
@@ -86,8 +98,7 @@ async def _act(
     results: list[Result] = await fan_out(actions, lambda action: perform(ctx, policy.meta.namespace, action))
     for result in results:
         action = result.action
-        replica = f"store of {action.fleet.name}" if isinstance(action, Wipe) else action.replica.name
-        step = action.step if isinstance(action, Command) else Step.WIPE if isinstance(action, Wipe) else Step.REPLACE
+        replica, step = protocol.name_of(action), protocol.step_of(action)
         outcome = "done" if result.success else f"{result.reason}: {result.message}"
         told = (replica, step.value, result.reason) in known
         logger.log(
@@ -104,7 +115,7 @@ async def _act(
             await ctx.kube.event(policy, "ReplicaClosed", f"{replica}: {action_reason(action)}", "Warning")
         elif step is Step.ADMIT and result.success and _was_closed(action):
             await ctx.kube.event(policy, "ReplicaAdmitted", f"{replica} is admitted to epoch {epoch}")
-        elif not result.success and not told and result.reason not in barrier.WAITED_FOR:
+        elif not result.success and not told and result.reason not in protocol.WAITED_FOR:
             await ctx.kube.event(policy, "StepFailed", f"{step.value} {replica}: {result.reason}", "Warning")
     return results
 
@@ -122,23 +133,26 @@ def action_reason(action: Action) -> str:
 async def perform(ctx: Context, namespace: str, action: Action) -> Result:
     """Carry one action out. What peers do is in the result; the API server's refusals are there too."""
     started = time.monotonic()
+    ctx.term()  # A wipe carries no term: whoever leads no more ends here.
     try:
         if isinstance(action, Replace):
             pod = action.replica
             await ctx.kube.delete_pod(namespace, pod.name, pod.pod_uid, REPLACE_GRACE_SECONDS)
             return Result(action, True, "Deleted", seconds=time.monotonic() - started)
-        if isinstance(action, Wipe):
+        if isinstance(action, Wipe | Collect):
             fleet = action.fleet
             if fleet.pool is None or fleet.pool_uid is None:
                 return wipe_without_store(action, fleet)
             host = naming.service_host(naming.master(fleet.pool), namespace)
-            url = f"http://{host}:{naming.WIPER_PORT}"
-            return await wipe(ctx.http, action, url, ctx.tokens.derive(fleet.pool_uid))
+            url, token = f"http://{host}:{naming.WIPER_PORT}", ctx.tokens.derive(fleet.pool_uid)
+            if isinstance(action, Collect):
+                return await collect(ctx.http, action, url, token)
+            return await wipe(ctx.http, action, url, token)
         if action.step is Step.ADMIT:
             refused = await _mark(ctx, namespace, action)
             if refused is not None:
                 return refused
-        return await send(ctx.http, action, ctx.tokens.derive(action.replica.fleet))
+        return await send(ctx.http, action, ctx.tokens.derive(action.replica.fleet), ctx.term())
     except Retry as error:
         return Result(action, False, "ApiServer", error.reason, seconds=time.monotonic() - started)
 
@@ -159,12 +173,14 @@ async def _mark(ctx: Context, namespace: str, action: Command) -> Result | None:
 def unmanaged_step(replica: Replica, version: str) -> Command | None:
     """The next step of a replica whose fleet follows no policy: newcomers are admitted to epoch 0 and resumed."""
     engine = replica.status
-    if engine is None or replica.terminating or engine.state == "open" or not (engine.clean and engine.drained):
+    if engine is None or not engine.responsive or replica.terminating or engine.state == "open":
+        return None
+    if not (engine.clean and engine.drained):
         return None
     epoch = max(engine.epoch, UNMANAGED_EPOCH)
     if engine.state == "closed":
-        return Command(Step.ADMIT, replica, epoch, {"version": version}, barrier.CALL_SECONDS)
-    return Command(Step.RESUME, replica, epoch, {}, barrier.CALL_SECONDS)
+        return Command(Step.ADMIT, replica, epoch, {"version": version}, protocol.CALL_SECONDS)
+    return Command(Step.RESUME, replica, epoch, {}, protocol.CALL_SECONDS)
 
 
 async def reconcile_unmanaged(ctx: Context, deployment: Resource[InferenceDeployment]) -> float:

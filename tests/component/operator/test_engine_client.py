@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from moontide.engines.client import Unanswered, engine_status, fan_out, new_http_client, send, wipe
+from moontide.engines.client import Unanswered, collect, engine_status, fan_out, new_http_client, send, wipe
 from moontide.errors import Retry
-from moontide.planning.model import Command, EngineStatus, Fleet, Replica, Result, Step, Wipe
+from moontide.planning.model import Collect, Command, EngineStatus, Fleet, Replica, Result, Step, Wipe
 
 STATUS = {
     "bootId": "b1",
@@ -82,7 +82,7 @@ def command(address: str, step: Step = Step.RESET, timeout: float = 5.0) -> Comm
 
 async def sent(content: bytes, code: int = 200) -> Result:
     async with FaultyPeer(lambda path, body: (code, content)).running() as peer, new_http_client() as http:
-        return await send(http, command(peer.address), "secret")
+        return await send(http, command(peer.address), "secret", 7)
 
 
 @pytest.mark.parametrize(
@@ -107,18 +107,18 @@ async def test_only_a_body_that_says_so_is_success(content: bytes, code: int, re
 
 async def test_success_and_what_a_command_carries() -> None:
     async with FaultyPeer(lambda path, body: (200, b'{"success": true}')).running() as peer, new_http_client() as http:
-        result = await send(http, command(peer.address), "secret")
+        result = await send(http, command(peer.address), "secret", 7)
     assert result.success
     path, body, auth = peer.seen[0]
     assert path == "/moontide/v1/reset"
-    assert body == {"term": 0, "epoch": 3, "bootId": "b1", "timeoutSeconds": 5.0}
+    assert body == {"term": 7, "epoch": 3, "bootId": "b1", "timeoutSeconds": 5.0}
     assert auth == "Bearer secret"
 
 
 async def test_a_peer_that_hangs_costs_its_bound_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moontide.engines.client.MARGIN_SECONDS", 0.1)
     async with FaultyPeer(lambda path, body: None).running() as peer, new_http_client() as http:
-        result = await asyncio.wait_for(send(http, command(peer.address, timeout=0.1), "t"), 5)
+        result = await asyncio.wait_for(send(http, command(peer.address, timeout=0.1), "t", 7), 5)
     assert (result.success, result.reason) == (False, "Timeout")
 
 
@@ -138,12 +138,12 @@ async def test_a_status_without_a_deciding_field_is_no_status(missing: str) -> N
     assert answer.reason == "NotAStatus"
 
 
-async def test_a_server_that_answers_for_a_frozen_engine_is_no_status() -> None:
+async def test_a_gate_that_answers_for_a_frozen_engine_is_known_as_that() -> None:
     body = json.dumps({**STATUS, "running": None, "responsive": False, "fault": "no answer within 2 s"}).encode()
     async with FaultyPeer(lambda path, _: (200, body)).running() as peer, new_http_client() as http:
         answer = await engine_status(http, peer.address, "t")
-    assert isinstance(answer, Unanswered)
-    assert answer.reason == "EngineUnresponsive"
+    assert isinstance(answer, EngineStatus)
+    assert (answer.responsive, answer.running, answer.fault) == (False, None, "no answer within 2 s")
 
 
 async def test_a_whole_status_is_read() -> None:
@@ -180,6 +180,27 @@ async def test_a_wipe_is_verified_by_a_second_removal_that_finds_nothing() -> No
 async def test_anything_less_is_no_verified_wipe(removals: tuple[dict[str, Any], ...], reason: str) -> None:
     result, _ = await wiped(*removals)
     assert (result.success, result.reason) == (False, reason)
+
+
+async def collected(*removals: dict[str, Any]) -> tuple[Result, FaultyPeer]:
+    answers = iter(removals)
+    async with FaultyPeer(lambda path, body: (200, json.dumps(next(answers)).encode())).running() as peer:
+        async with new_http_client() as http:
+            return await collect(http, Collect(FLEET, ("policy/2",), 2.0), f"http://{peer.address}", "t"), peer
+
+
+async def test_a_collection_is_verified_by_a_second_one_that_finds_nothing() -> None:
+    result, peer = await collected({"success": True, "removed": 7, "left": 0}, {"success": True, "removed": 0})
+    assert (result.success, result.reason, result.removed) == (True, "Verified", 7)
+    assert [(path, body["keep"]) for path, body, _ in peer.seen] == [("/moontide/v1/collect", ["policy/2"])] * 2
+
+
+async def test_keys_in_use_are_counted_and_left_for_another_time() -> None:
+    left = {"success": False, "removed": 5, "left": 2, "reason": "KeysLeft", "message": "2 keys were not removed"}
+    result, _ = await collected(left)
+    assert (result.success, result.reason, result.removed) == (False, "KeysLeft", 5)
+    result, _ = await collected({"success": True, "removed": 7}, {"success": True, "removed": 1})
+    assert (result.success, result.reason, result.removed) == (False, "KeysLeft", 7)
 
 
 async def test_the_fan_out_is_bounded_and_keeps_the_order() -> None:

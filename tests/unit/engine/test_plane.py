@@ -17,7 +17,7 @@ from moontide_engine.admin import AdminApp, Commands
 from moontide_engine.asgi import Message, Receive, Scope, Send, send_json
 from moontide_engine.auth import TokenFile
 from moontide_engine.engine import Probe, RankQueue
-from moontide_engine.gate import Fence, Gate
+from moontide_engine.gate import Fence, Gate, Stamp, State
 from moontide_engine.middleware import GateMiddleware
 
 
@@ -39,6 +39,7 @@ class FakeEngine:
     store_configured: bool = True
     on_resume: Callable[[], None] | None = None
     fence_unsupported: str = ""
+    live_fence_unsupported: str = ""
     salt: str = ""
 
     async def _say(self, call: str) -> None:
@@ -67,10 +68,10 @@ class FakeEngine:
     async def set_weights_version(self, version: str) -> None:
         await self._say("set_weights_version")
 
-    async def pause(self, abort: bool) -> None:
-        await self._say("abort" if abort else "pause")
+    async def pause(self, mode: str) -> None:
+        await self._say({"wait": "pause"}.get(mode, mode))
         self.paused = True
-        if abort:
+        if mode == "abort":
             self.running = self.waiting = 0
 
     async def resume(self) -> None:
@@ -79,8 +80,8 @@ class FakeEngine:
             self.on_resume()
         self.paused = False
 
-    async def reset_prefix(self) -> bool:
-        await self._say("reset_prefix")
+    async def reset_prefix(self, preempt: bool = False) -> bool:
+        await self._say("preempt" if preempt else "reset_prefix")
         return not self.prefix_held
 
     async def reset_encoder(self) -> None:
@@ -99,6 +100,7 @@ class App:
         self.release = asyncio.Event()
         self.release.set()
         self.stream = False
+        self.content_type = b"text/plain"
         self.disconnected = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +113,8 @@ class App:
             more = message.get("more_body", False)
         self.bodies.append(body)
         if self.stream:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
+            headers = [(b"content-type", self.content_type)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": b"first", "more_body": True})
         gone = asyncio.ensure_future(receive())
         go = asyncio.ensure_future(self.release.wait())
@@ -593,6 +596,15 @@ async def test_reset_clears_all_three_or_says_what_not(plane: Plane) -> None:
     assert plane.gate.clean
 
 
+async def test_drain_and_reset_do_not_take_silence_for_held_blocks_or_transfers(plane: Plane) -> None:
+    await plane.open(1)
+    await plane.succeed("quiesce", 2)
+    plane.engine.hang = 5
+    for command in ("drain", "reset"):
+        _, answer = await plane.command(command, 2, timeoutSeconds=0.05)
+        assert (answer["success"], answer["reason"]) == (False, "EngineTimeout")
+
+
 async def test_reset_does_not_count_while_a_request_is_on_its_way(plane: Plane) -> None:
     await plane.open(1)
     plane.app.release.clear()
@@ -646,7 +658,7 @@ async def test_admission_switches_the_salt_of_block_hashes(plane: Plane) -> None
     await plane.succeed("resume", 1)
     assert plane.engine.salt == "uid/1"
     shown = (await plane.http.get("/moontide/v1/status")).json()
-    assert (shown["salt"], shown["fence"]) == ("uid/1", {"supported": True, "reason": ""})
+    assert (shown["salt"], shown["fence"]) == ("uid/1", {"supported": True, "live": True, "reason": ""})
     # The same admission again, of an open engine: nothing to do. Another one is refused, and nothing is switched.
     await plane.succeed("admit", 1, version="v1", salt="uid/1")
     status, answer = await plane.command("admit", 2, version="v2", salt="uid/2")
@@ -699,3 +711,86 @@ async def test_pause_expires_by_itself_and_the_held_hear_of_it(plane: Plane) -> 
     assert client.status == 503
     assert "PauseExpired" in json.loads(client.sent[1]["body"])["error"]["message"]
     assert (await plane.http.get("/moontide/v1/status")).json()["reason"] == "PauseExpired"
+
+
+async def test_a_salted_admission_needs_neither_drain_nor_reset(plane: Plane) -> None:
+    await plane.succeed("admit", 1, version="v1", salt="uid/1")
+    await plane.succeed("resume", 1)
+    plane.engine.left, plane.engine.prefix_held = [3], True
+    await plane.succeed("quiesce", 2)
+    status, answer = await plane.command("admit", 2, version="v2")
+    assert (status, answer["reason"]) == (409, "NotClean")
+    plane.engine.calls.clear()
+    await plane.succeed("admit", 2, version="v2", salt="uid/2")
+    # What can be let go of is, and what has no epoch in its key must be.
+    assert plane.engine.calls == ["switch", "reset_prefix", "reset_encoder", "reset_multimodal"]
+    await plane.succeed("resume", 2)
+    assert plane.gate.stamp == Stamp(2, "v2")
+
+
+async def test_fence_moves_an_open_engine(plane: Plane) -> None:
+    status, answer = await plane.command("fence", 1, version="v1", salt="uid/1")
+    assert (status, answer["reason"]) == (409, "NotOpen")
+    await plane.open()
+    plane.engine.calls.clear()
+    await plane.succeed("fence", 2, version="v2", salt="uid/2")
+    await plane.succeed("fence", 2, version="v2", salt="uid/2")
+    assert plane.engine.calls == ["switch"]
+    assert (plane.engine.salt, plane.gate.stamp, plane.gate.state) == ("uid/2", Stamp(2, "v2"), State.OPEN)
+    await plane.succeed("fence", 3, version=None, salt="uid/3")
+    request = plane.request()
+    await request.done()
+    assert request.headers[b"x-moontide-epoch"] == b"3"
+    assert b"x-moontide-version" not in request.headers
+    status, answer = await plane.command("fence", 2, version="v2", salt="uid/2")
+    assert (status, answer["reason"]) == (409, "Fenced")
+    status, answer = await plane.command("fence", 4, version="v4")
+    assert status == 400
+    plane.engine.live_fence_unsupported = "the model is multi-modal"
+    _, answer = await plane.command("fence", 4, version="v4", salt="uid/4")
+    assert (answer["success"], answer["reason"]) == (False, "FenceUnsupported")
+    plane.engine.live_fence_unsupported, plane.engine.hang = "", 5
+    _, answer = await plane.command("fence", 4, version="v4", salt="uid/4", timeoutSeconds=0.05)
+    assert (answer["success"], answer["reason"]) == (False, "EngineTimeout")
+    assert plane.gate.stamp == Stamp(3, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_ends_in_another_epoch_says_so(plane: Plane, stream: bool) -> None:
+    await plane.open()
+    plane.app.stream = stream
+    plane.app.content_type = b"text/event-stream"
+    plane.app.release.clear()
+    request = plane.request()
+    await plane.settle()
+    await plane.succeed("fence", 2, version="v2", salt="uid/2")
+    plane.app.release.set()
+    await request.done()
+    assert request.headers[b"x-moontide-epoch"] == b"1"
+    assert request.headers.get(b"x-moontide-last-epoch") == (None if stream else b"2")
+    assert request.sent[-1]["body"].endswith(b": x-moontide-last-epoch: 2\n\n") == stream
+    whole = plane.request()
+    await whole.done()
+    assert b"x-moontide-last-epoch" not in whole.headers
+    assert b"last-epoch" not in whole.sent[-1]["body"]
+
+
+async def test_keep_stops_requests_and_they_start_over_in_the_new_epoch(plane: Plane) -> None:
+    await plane.open()
+    plane.app.release.clear()
+    request = plane.request()
+    await plane.settle()
+    plane.engine.running = 1
+    answer = await plane.succeed("quiesce", 2, mode="keep")
+    assert (answer["inFlight"], answer["running"]) == (1, 1)
+    plane.engine.calls.clear()
+    plane.engine.prefix_held = True
+    _, answer = await plane.command("admit", 2, version="v2", salt="uid/2", timeoutSeconds=0.1)
+    assert (answer["success"], answer["reason"]) == (False, "BlocksHeld")
+    assert set(plane.engine.calls) == {"switch", "preempt"}
+    plane.engine.prefix_held = False
+    await plane.succeed("admit", 2, version="v2", salt="uid/2")
+    await plane.succeed("resume", 2)
+    plane.app.release.set()
+    await request.done()
+    assert (request.headers[b"x-moontide-epoch"], request.headers[b"x-moontide-last-epoch"]) == (b"1", b"2")

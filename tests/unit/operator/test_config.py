@@ -28,8 +28,12 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         "MOONTIDE_LIVENESS_PORT": "1",
         "MOONTIDE_METRICS_PORT": "2",
         "MOONTIDE_RESYNC_SECONDS": "1.5",
+        "MOONTIDE_LEASE_NAME": "l",
+        "MOONTIDE_LEASE_SECONDS": "30",
+        "MOONTIDE_POD_NAME": "p",
+        "MOONTIDE_POD_UID": "u",
     }
-    assert load(environ, own) == Config("from-file", "a", "e", "cpu", "m", "DEBUG", 1, 2, 1.5)
+    assert load(environ, own) == Config("from-file", "a", "e", "cpu", "m", "DEBUG", 1, 2, 1.5, "l", 30, "p", "u")
     assert load({**environ, "MOONTIDE_NAMESPACE": "said"}, own).namespace == "said"
 
 
@@ -42,6 +46,8 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         ("MOONTIDE_METRICS_PORT", "http"),
         ("MOONTIDE_RESYNC_SECONDS", "-1"),
         ("MOONTIDE_RESYNC_SECONDS", "soon"),
+        ("MOONTIDE_LEASE_SECONDS", "2"),
+        ("MOONTIDE_LEASE_SECONDS", "15.5"),
     ],
 )
 def test_nonsense_is_refused_by_name(tmp_path: Path, name: str, value: str) -> None:

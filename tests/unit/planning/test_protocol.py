@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from moontide.api.v1alpha1 import PolicyVersionSpec, PolicyVersionStatus
-from moontide.planning import barrier
-from moontide.planning.model import Command, FenceStatus, Replace, Step, Wipe
+from moontide.planning import protocol
+from moontide.planning.model import Command, Replace, Step, Wipe
 from tests.unit.planning.world import StaleReadError, World
 
 
-def settled(size: int = 2, **spec: object) -> World:
-    """A fleet that serves version 1 in epoch 1, with KV of epoch 1 everywhere."""
-    world = World(PolicyVersionSpec.model_validate({"version": "1", **spec}))
+def settled(size: int = 2, fences: bool = False, **spec: object) -> World:
+    """A fleet that serves version 1 in epoch 1, with KV of epoch 1 everywhere. ``fences``: it is a salted one."""
+    world = World(PolicyVersionSpec.model_validate({"version": "1", **spec}), fences=fences)
     world.add_fleet("tiny", size)
     world.run()
     assert world.condition("Current") == ("True", "Current")
@@ -25,14 +23,14 @@ def settled(size: int = 2, **spec: object) -> World:
     return world
 
 
-def bumped(size: int = 2, **spec: object) -> World:
-    world = settled(size, **spec)
+def bumped(size: int = 2, fences: bool = False, **spec: object) -> World:
+    world = settled(size, fences, **spec)
     world.push_weights("2")
     world.bump("2")
     return world
 
 
-def steps(plan: barrier.Plan) -> list[str]:
+def steps(plan: protocol.Plan) -> list[str]:
     return [a.step.value if isinstance(a, Command) else type(a).__name__ for a in plan.actions]
 
 
@@ -46,21 +44,6 @@ def test_a_bump_goes_through_the_steps_in_order() -> None:
     assert world.condition("Current") == ("True", "Current")
     assert {(p.engine.state, p.engine.epoch, p.engine.version) for p in world.pods} == {("open", 2, "2")}
     world.serve()
-
-
-def test_admission_carries_the_salt_of_the_epoch_to_engines_that_can_fence() -> None:
-    world = bumped()
-    for _ in range(5):
-        world.turn()
-    observed = world.observe()
-    first, second = observed.fleets[0].replicas
-    assert first.status is not None
-    able = replace(first, status=first.status.model_copy(update={"fence": FenceStatus(supported=True)}))
-    fleet = replace(observed.fleets[0], replicas=(able, second))
-    observed = replace(observed, fleets=(fleet,), policy_uid="policy-uid")
-    plan = barrier.plan(world.spec, world.generation, world.status, observed)
-    bodies = {a.replica.name: a.body for a in plan.actions if isinstance(a, Command)}
-    assert bodies == {able.name: {"version": "2", "salt": "policy-uid/2"}, second.name: {"version": "2"}}
 
 
 def test_the_epoch_is_in_status_before_an_engine_hears_of_it() -> None:
@@ -119,14 +102,14 @@ def test_abort_does_not_wait() -> None:
 
 def test_a_silent_engine_that_served_blocks_the_wipe_until_it_is_replaced() -> None:
     world = bumped(replicaTimeoutSeconds=20)
-    world.pod(0).engine.queue.add(1)
+    world.pod(0).engine.queue.add(("", 1))
     world.pod(0).engine.hung = True
     hung = world.pod(0)
     for _ in range(6):
         world.turn()
         world.pass_time(1)
     assert world.condition("Current") == ("False", "ReplicaUnreachable")
-    assert world.store["tiny"] == {1}
+    assert world.store["tiny"] == {("", 1)}
     assert world.pod(1).engine.state == "paused"
     world.pass_time(20)
     world.run()
@@ -157,7 +140,7 @@ def test_a_refused_reset_is_never_taken_for_done() -> None:
         world.turn()
     assert world.condition("Current") == ("False", "ReplicaFailing")
     assert world.status.failures[0].reason == "BlocksHeld"
-    assert world.store["tiny"] == {1}
+    assert world.store["tiny"] == {("", 1)}
     world.pod(1).engine.refuses_reset = False
     world.run()
     assert world.condition("Current") == ("True", "Current")
@@ -344,7 +327,7 @@ def test_a_fleet_that_served_before_it_joins_is_invalidated() -> None:
     world = settled()
     world.add_fleet("late", 1)
     engine = world.fleets["late"][0].engine
-    engine.state, engine.clean, engine.local = "open", False, {0}
+    engine.state, engine.clean, engine.local = "open", False, {("", 0)}
     world.fleets["late"][0].mark = world.fleets["late"][0].container
     world.store["late"].add(0)
     world.run()
@@ -428,9 +411,371 @@ def test_a_replica_that_lost_its_mark_and_wakes_in_the_old_epoch_is_caught_and_t
     assert world.condition("Current") == ("True", "Current")
     lost.engine.hung = False
     world.upload()
-    assert 1 in world.store["tiny"]
+    assert ("", 1) in world.store["tiny"]
     world.run()
     assert world.condition("Current") == ("True", "Current")
     assert world.store["tiny"] == set()
     assert {(p.engine.state, p.engine.epoch) for p in world.pods} == {("open", 2)}
     world.serve()
+
+
+# -- salted fleets: the epoch is in the keys ---------------------------------------------------------------------------
+
+
+def seen_steps(world: World, turns: int = 8) -> list[list[str]]:
+    return [sorted(set(steps(world.turn()))) for _ in range(turns)]
+
+
+def test_a_salted_fleet_needs_no_drain_reset_or_wipe_and_collects_when_it_serves() -> None:
+    world = bumped(fences=True)
+    assert world.status.members[0].salted
+    assert seen_steps(world, 6) == [[], ["quiesce"], ["admit"], ["resume"], ["Collect"], []]
+    assert {(p.engine.state, p.engine.epoch, p.engine.salt) for p in world.pods} == {("open", 2, "policy/2")}
+    world.serve()
+    world.upload()
+    world.serve()
+    update = world.status.last_update
+    assert update is not None
+    assert (update.keys_removed, update.drained_at) == (1, None)
+    times = [update.started_at, update.quiesced_at, update.invalidated_at, update.resumed_at, update.wiped_at]
+    assert times == sorted(t for t in times if t)
+    assert world.status.history[0] == update
+
+
+def test_late_puts_are_collected_too() -> None:
+    world = bumped(fences=True)
+    world.run()
+    world.pod(0).engine.queue.add(("policy/1", 1))
+    world.upload()
+    assert ("policy/1", 1) in world.store["tiny"]
+    assert world.turn().actions == ()
+    world.pass_time(31)
+    assert steps(world.turn()) == ["Collect"]
+    assert world.store["tiny"] == set()
+    assert world.status.last_update is not None
+    assert world.status.last_update.keys_removed == 2
+    world.pass_time(31)
+    assert world.turn().actions == ()
+
+
+def test_the_first_change_of_a_fleet_is_a_plain_one() -> None:
+    world = World(PolicyVersionSpec.model_validate({"version": "1"}), fences=True)
+    world.add_fleet("tiny", 1)
+    assert seen_steps(world, 5) == [[], ["Wipe"], ["admit"], ["resume"], []]
+    assert world.pod(0).engine.salt == "policy/1"
+
+
+def test_an_engine_that_cannot_fence_makes_its_fleet_plain_before_it_is_admitted() -> None:
+    world = settled(fences=True)
+    world.fences = False
+    unable = world.add_pod("tiny")
+    plan = world.plan()
+    assert steps(plan) == ["admit"]
+    assert "salt" not in plan.actions[0].body  # type: ignore[union-attr]
+    assert not plan.status.members[0].salted
+    world.run()
+    assert unable.engine.state == "open"
+    world.serve()
+    world.push_weights("2")
+    world.bump("2", strategy="Fence")
+    assert [note.reason for note in world.plan().notes] == ["EpochAllotted", "FenceUnsupported"]
+    assert seen_steps(world, 7) == [[], ["quiesce"], ["drain"], ["reset"], ["Wipe"], ["admit"], ["resume"]]
+    world.serve()
+
+
+def test_an_engine_that_holds_kv_without_a_salt_makes_its_fleet_plain() -> None:
+    world = settled(fences=True)
+    engine = world.pod(0).engine
+    engine.epoch, engine.salt, engine.local = 0, "", {("", 0)}
+    world.run()
+    assert any(isinstance(a, Wipe) for plan in world.plans[-8:] for a in plan.actions)
+    assert (engine.epoch, engine.local) == (1, set())
+    world.serve()
+
+
+def test_a_dead_store_costs_a_salted_fleet_nothing_and_is_collected_later() -> None:
+    world = bumped(fences=True)
+    world.store_up = False
+    world.run(8)
+    assert world.condition("Current") == ("True", "Current")
+    assert world.condition("Degraded") == ("True", "StoreUnavailable")
+    world.store_up = True
+    world.upload()
+    world.serve()
+    world.run()
+    assert world.condition("Degraded") == ("False", "AsExpected")
+    assert {salt for salt, _ in world.store["tiny"]} <= {"policy/2"}
+
+
+def test_a_hung_engine_costs_a_salted_fleet_its_timeout_and_is_closed_by_its_gate() -> None:
+    world = bumped(fences=True, replicaTimeoutSeconds=20, onReplicaFailure="Isolate")
+    hung = world.pod(0)
+    hung.engine.core_hung, hung.engine.running = True, 1
+    world.run(6)
+    assert (hung.engine.state, world.pod(1).engine.state) == ("paused", "paused")
+    assert world.condition("Current")[0] == "False"
+    world.pass_time(20)
+    world.run(6)
+    assert (hung.engine.state, hung.engine.reason) == ("closed", "EngineUnresponsive")
+    assert world.condition("Current") == ("True", "Current")
+    world.serve()
+    # It goes on after the barrier: what it still puts is not found, and it is taken in again.
+    hung.engine.core_hung = False
+    hung.engine.queue.add(("policy/1", 1))
+    world.upload()
+    world.serve()
+    world.run()
+    assert (hung.engine.state, hung.engine.epoch) == ("open", 2)
+    world.serve()
+
+
+@pytest.mark.parametrize("failure", ["Isolate", "Replace"])
+def test_a_frozen_replica_costs_a_salted_fleet_its_timeout(failure: str) -> None:
+    world = bumped(fences=True, replicaTimeoutSeconds=20, onReplicaFailure=failure)
+    frozen = world.pod(0)
+    frozen.engine.hung = True
+    for _ in range(5):
+        world.turn()
+        world.pass_time(1)
+    assert world.pod(1).engine.state == "paused"
+    world.pass_time(20)
+    world.run(6)
+    assert world.pods[0 if failure == "Replace" else 1].engine.state == "open"
+    assert (frozen in world.pods) == (failure == "Isolate")
+    if failure == "Isolate":
+        assert world.condition("Current") == ("False", "ReplicaUnreachable")
+        # It wakes up open, in the old epoch: it meets no new KV, nobody meets its own, and it is caught.
+        frozen.engine.hung = False
+        world.serve()
+        world.upload()
+        world.serve()
+        world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert {p.engine.epoch for p in world.pods if p.engine.state == "open"} == {2}
+
+
+def test_hold_makes_the_others_wait_for_a_frozen_replica() -> None:
+    world = bumped(fences=True, onReplicaFailure="Hold")
+    world.pod(0).engine.hung = True
+    for _ in range(20):
+        world.turn()
+        world.pass_time(5)
+    assert world.pod(1).engine.state == "paused"
+    assert world.condition("Current") == ("False", "ReplicaUnreachable")
+
+
+def test_a_replica_that_falls_silent_between_changes_is_left_to_its_probes() -> None:
+    world = settled(fences=True)
+    world.pod(0).engine.hung = True
+    for _ in range(20):
+        assert world.turn().actions == ()
+        world.pass_time(30)
+    assert world.condition("Current") == ("True", "Current")
+    assert world.status.failures == ()
+
+
+def test_nobody_resumes_while_requests_of_the_old_epoch_run_on() -> None:
+    world = bumped(fences=True)
+    world.pod(0).engine.running = 1
+    world.run(8)
+    assert [p.engine.state for p in world.pods] == ["paused", "paused"]
+    assert world.pod(0).engine.epoch == 1
+    world.pod(0).engine.running = 0
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+
+
+def test_keep_does_not_wait_for_requests() -> None:
+    world = bumped(fences=True, runningRequests="Keep")
+    world.pod(0).engine.running = 1
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert world.pod(0).engine.running == 1
+
+
+def test_keep_waits_where_keys_have_no_salt() -> None:
+    world = bumped(runningRequests="Keep")
+    world.pod(0).engine.running = 1
+    world.turn()
+    assert {a.body["mode"] for a in world.turn().actions if isinstance(a, Command)} == {"wait"}
+
+
+# -- Fence -------------------------------------------------------------------------------------------------------------
+
+
+def test_fence_pauses_nobody() -> None:
+    world = bumped(fences=True, strategy="Fence")
+    world.pod(0).engine.running = 5
+    assert seen_steps(world, 4) == [[], ["fence"], ["Collect"], []]
+    assert {(p.engine.state, p.engine.epoch, p.engine.salt) for p in world.pods} == {("open", 2, "policy/2")}
+    assert world.condition("Current") == ("True", "Current")
+    assert world.status.last_update is not None
+    assert world.status.last_update.pause_seconds is None
+
+
+def test_fence_takes_a_barrier_without_a_wipe_where_requests_must_not_run() -> None:
+    world = settled(fences=True, strategy="Fence")
+    world.multimodal = True
+    world.push_weights("2")
+    world.bump("2")
+    assert [note.reason for note in world.plan().notes] == ["EpochAllotted", "FenceUnsupported"]
+    assert seen_steps(world, 5) == [[], ["quiesce"], ["admit"], ["resume"], ["Collect"]]
+    world.serve()
+
+
+def test_fence_takes_each_replica_when_it_has_its_weights() -> None:
+    world = settled(fences=True, strategy="Fence")
+    world.pod(0).engine.weights = "2"
+    world.bump("2")
+    world.run(6)
+    assert [p.engine.epoch for p in world.pods] == [2, 1]
+    assert world.condition("Current") == ("False", "WaitingForWeights")
+    assert "policy/1" in {salt for salt, _ in world.store["tiny"]}, "keys that are in use are not collected"
+    world.push_weights("2")
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+
+
+def test_fence_admits_newcomers_and_closed_engines() -> None:
+    world = bumped(fences=True, strategy="Fence")
+    world.pod(0).engine.state = "closed"
+    late = world.add_pod("tiny")
+    late.engine.weights = "2"
+    world.run()
+    assert {p.engine.state for p in world.pods} == {"open"}
+    world.serve()
+
+
+# -- prepare, commit, abort --------------------------------------------------------------------------------------------
+
+
+def prepared(**spec: object) -> World:
+    world = settled(fences=bool(spec.pop("fences", True)), **spec)  # type: ignore[arg-type]
+    world.bump(world.spec.version, preparing="2")
+    world.run(8)
+    assert world.condition("Prepared") == ("True", "Prepared")
+    return world
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_prepare_quiesces_and_holds_until_the_commit(fences: bool) -> None:
+    world = prepared(fences=fences)
+    assert world.condition("Current") == ("False", "Preparing")
+    assert {p.engine.state for p in world.pods} == {"paused"}
+    preparation = world.status.preparation
+    assert preparation is not None
+    assert (preparation.version, preparation.epoch) == ("2", 2)
+    assert preparation.fleets[0].addresses == ("10.0.0.1:8001", "10.0.0.1:8001")
+    world.pass_time(60)
+    world.run(5)
+    assert {p.engine.state for p in world.pods} == {"paused"}
+    world.push_weights("2")
+    world.bump("2", preparing=None)
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert {(p.engine.state, p.engine.epoch, p.engine.version) for p in world.pods} == {("open", 3, "2")}
+    assert world.status.preparation is None
+    assert world.status.version == "2"
+    assert [u.version for u in world.status.history] == ["2", "1"]
+    world.serve()
+
+
+def test_a_fenced_preparation_goes_on_serving_in_an_epoch_of_transit() -> None:
+    world = prepared(strategy="Fence")
+    assert {(p.engine.state, p.engine.epoch, p.engine.version) for p in world.pods} == {("open", 2, None)}
+    world.serve()
+    world.push_weights("2")
+    world.serve()
+    world.bump("2", preparing=None)
+    world.run()
+    assert {(p.engine.state, p.engine.epoch, p.engine.version) for p in world.pods} == {("open", 3, "2")}
+    world.serve()
+    assert {salt for salt, _ in world.store["tiny"]} <= {"policy/3"}
+
+
+def test_committing_by_version_alone_is_enough() -> None:
+    world = prepared()
+    world.push_weights("2")
+    world.bump("2")
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert world.status.preparation is None
+
+
+@pytest.mark.parametrize("strategy", ["Barrier", "Fence"])
+def test_abort_goes_back_in_a_new_epoch_and_what_has_other_weights_stays_out(strategy: str) -> None:
+    world = prepared(strategy=strategy)
+    world.pod(0).engine.weights = "2"
+    world.bump("1", preparing=None)
+    plan = world.plan()
+    assert [note.reason for note in plan.notes] == ["EpochAllotted", "PreparationAborted"]
+    world.run()
+    assert (world.pod(1).engine.state, world.pod(1).engine.epoch) == ("open", 3)
+    assert (world.pod(0).engine.state, world.pod(0).engine.epoch) != ("open", 3)
+    assert world.condition("Degraded") == ("True", "WaitingForWeights")
+    world.serve()
+    world.pod(0).engine.weights = "1"
+    world.run()
+    assert {(p.engine.state, p.engine.epoch) for p in world.pods} == {("open", 3)}
+    world.serve()
+
+
+def test_a_trainer_that_dies_is_aborted_at_the_deadline_and_not_prepared_for_again() -> None:
+    world = prepared(prepareDeadlineSeconds=100)
+    world.pass_time(101)
+    plan = world.plan()
+    assert [note.reason for note in plan.notes] == ["EpochAllotted", "PreparationExpired"]
+    world.run()
+    assert {(p.engine.state, p.engine.epoch, p.engine.version) for p in world.pods} == {("open", 3, "1")}
+    assert world.condition("Current") == ("True", "Current")
+    assert world.condition("Prepared") == ("False", "Expired")
+    world.bump("1", preparing=None)
+    world.run()
+    world.bump("1", preparing="2")
+    world.run(8)
+    assert world.condition("Prepared") == ("True", "Prepared")
+
+
+def test_another_version_than_the_prepared_one_ends_the_preparation() -> None:
+    world = prepared()
+    world.push_weights("9")
+    world.bump("9", preparing=None)
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert world.status.version == "9"
+
+
+# -- reset and suspend -------------------------------------------------------------------------------------------------
+
+
+def test_a_reset_is_a_new_epoch_of_the_same_version() -> None:
+    world = settled(fences=True)
+    world.bump("1", reset_nonce="now")
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert {(p.engine.epoch, p.engine.version) for p in world.pods} == {(2, "1")}
+    assert world.plan().actions == ()
+
+
+def test_suspend_begins_nothing_finishes_what_is_under_way_and_admits_newcomers() -> None:
+    world = settled(fences=True)
+    world.push_weights("2")
+    world.bump("2")
+    world.turn()
+    world.turn()
+    world.bump("2", suspend=True)
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    world.push_weights("3")
+    world.bump("3")
+    late = world.add_pod("tiny")
+    late.engine.weights = "2"
+    world.run()
+    assert world.condition("Current") == ("False", "Suspended")
+    assert {p.engine.epoch for p in world.pods} == {2}
+    assert late.engine.state == "open"
+    world.bump("3", suspend=False)
+    world.push_weights("3")
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert {p.engine.epoch for p in world.pods} == {3}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moontide.api.v1alpha1 import PolicyVersionSpec
-from moontide.planning.model import Wipe
+from moontide.planning.model import Command, Step, Wipe
 from tests.unit.planning.world import Pod, World
 
+PHASES = [p for p in Phase if p is not Phase.shrink]
 INDEX = st.integers(min_value=0, max_value=50)
 
 
@@ -19,18 +20,33 @@ class Fleet(RuleBasedStateMachine):
     @initialize(
         sizes=st.tuples(st.integers(0, 3), st.integers(0, 2)),
         weights=st.sampled_from(["External", "Unchecked"]),
-        mode=st.sampled_from(["Wait", "Abort"]),
-        failure=st.sampled_from(["Replace", "Hold"]),
+        mode=st.sampled_from(["Wait", "Abort", "Keep"]),
+        failure=st.sampled_from(["Isolate", "Replace", "Hold"]),
+        strategy=st.sampled_from(["Barrier", "Fence"]),
+        fences=st.booleans(),
+        served=st.booleans(),
     )
-    def begin(self, sizes: tuple[int, int], weights: str, mode: str, failure: str) -> None:
-        self.world = World(
-            PolicyVersionSpec.model_validate(
-                {"version": "1", "weights": weights, "runningRequests": mode, "onReplicaFailure": failure}
-            )
-        )
+    def begin(
+        self,
+        sizes: tuple[int, int],
+        weights: str,
+        mode: str,
+        failure: str,
+        strategy: str,
+        fences: bool,
+        served: bool,
+    ) -> None:
+        spec = {"version": "1", "weights": weights, "runningRequests": mode, "onReplicaFailure": failure}
+        if strategy == "Fence":
+            spec |= {"strategy": strategy, "runningRequests": "Wait"}
+        self.world = World(PolicyVersionSpec.model_validate(spec), fences=fences)
         self.world.add_fleet("a", sizes[0])
         self.world.add_fleet("b", sizes[1])
         self.highest = 0
+        if served:
+            self.operator_turns(8)
+            self.serve()
+            self.upload()
 
     def any_pod(self, index: int) -> Pod | None:
         pods = self.world.pods
@@ -44,6 +60,29 @@ class Fleet(RuleBasedStateMachine):
         if str(self.world.spec.version) != version:
             self.world.bump(version)
 
+    @rule(version=st.sampled_from(["1", "2", "3"]), turns=st.integers(3, 6))
+    def a_change_under_load(self, version: str, turns: int) -> None:
+        """What usually happens, so that much of it happens here: new weights, a bump, requests all along."""
+        self.bump(version, True)
+        for _ in range(turns):
+            self.serve()
+            self.upload()
+            self.check(self.world.turn().actions)
+
+    @rule(version=st.sampled_from([None, "1", "2", "3"]))
+    def prepare(self, version: str | None) -> None:
+        if self.world.spec.preparing != version:
+            self.world.bump(self.world.spec.version, preparing=version)
+
+    @rule(nonce=st.sampled_from(["", "a", "b"]), suspend=st.booleans())
+    def ask(self, nonce: str, suspend: bool) -> None:
+        self.world.bump(self.world.spec.version, reset_nonce=nonce, suspend=suspend)
+
+    @rule(able=st.booleans())
+    def what_starts_from_now_on_can_fence(self, able: bool) -> None:
+        """A rollout of engines with another connector, or another release."""
+        self.world.fences = able
+
     @rule(index=INDEX)
     def one_gets_its_weights(self, index: int) -> None:
         if pod := self.any_pod(index):
@@ -53,18 +92,27 @@ class Fleet(RuleBasedStateMachine):
     def operator(self, crash: int | None) -> None:
         self.check(self.world.turn(crash_after=crash).actions)
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 8))
     def operator_turns(self, count: int) -> None:
         for _ in range(count):
             self.check(self.world.turn().actions)
 
     def check(self, actions: tuple[object, ...]) -> None:
-        """I2: while a fleet is wiped, nothing that served can still write."""
+        """I2: while a plain fleet is wiped, nothing that served can still write. I5: see below."""
         for action in actions:
             if isinstance(action, Wipe):
                 for pod in self.world.fleets[action.fleet.name]:
                     served = pod.mark == pod.container
                     assert not served or (not pod.engine.queue and pod.engine.state != "open" and not pod.engine.hung)
+            if isinstance(action, Command) and action.step is Step.RESUME and self.world.spec.strategy == "Barrier":
+                self.check_alone(action)
+
+    def check_alone(self, resume: Command) -> None:
+        """I5: when one is resumed, no other of its fleet that answers is open in an older epoch."""
+        fleet = next(name for name in self.world.fleets if f"fleet-{name}" == resume.replica.fleet)
+        for pod in self.world.fleets[fleet]:
+            engine = self.world.before.get(pod.uid, pod.engine)
+            assert engine.hung or engine.core_hung or engine.state != "open" or engine.epoch >= resume.epoch
 
     @rule()
     def serve(self) -> None:
@@ -86,9 +134,14 @@ class Fleet(RuleBasedStateMachine):
             pod.engine.hung = True
 
     @rule(index=INDEX)
+    def engine_behind_the_gate_hangs(self, index: int) -> None:
+        if pod := self.any_pod(index):
+            pod.engine.core_hung = True
+
+    @rule(index=INDEX)
     def go_on(self, index: int) -> None:
         if pod := self.any_pod(index):
-            pod.engine.hung = False
+            pod.engine.hung = pod.engine.core_hung = False
 
     @rule(index=INDEX, refuses=st.booleans())
     def reset_is_refused(self, index: int, refuses: bool) -> None:
@@ -142,14 +195,30 @@ class Fleet(RuleBasedStateMachine):
             for pod in self.world.pods:
                 assert pod.engine.hung or pod.engine.state != "open" or pod.engine.epoch == plan.status.epoch
 
+    @invariant()
+    def prepared_means_no_engine_serves_the_old_version_or_shares_its_keys(self) -> None:
+        if not hasattr(self, "world") or not self.world.status.conditions:
+            return
+        preparation = self.world.plan().status.preparation
+        if preparation is None or preparation.outcome or preparation.prepared_at is None:
+            return
+        for name, pods in self.world.fleets.items():
+            for pod in pods:
+                engine = pod.engine
+                if engine.state == "open" and not engine.hung and not engine.core_hung:
+                    assert self.world.spec.strategy == "Fence", name
+                    assert engine.epoch == preparation.epoch
+
     def teardown(self) -> None:
         """Once the faults end, it ends: current, and every replica with the right weights serves."""
         if not hasattr(self, "world"):
             return
         world = self.world
         world.store_up = True
+        if world.spec.suspend or world.spec.preparing is not None:
+            world.bump(world.spec.version, suspend=False, preparing=None)
         for pod in list(world.pods):
-            pod.engine.hung = pod.engine.refuses_reset = False
+            pod.engine.hung = pod.engine.core_hung = pod.engine.refuses_reset = False
             pod.engine.running = 0
             if pod.terminating:
                 world.remove(pod)
@@ -163,9 +232,15 @@ class Fleet(RuleBasedStateMachine):
         assert world.status.target_version == str(world.spec.version)
         assert {(p.engine.state, p.engine.epoch) for p in world.pods} <= {("open", world.status.epoch)}
         assert world.status.failures == ()
+        # Nothing old is left behind in any store, late puts included.
+        world.upload()
+        world.pass_time(40)
+        world.run()
+        for name, store in world.store.items():
+            assert {epoch for _, epoch in store} <= {world.status.epoch}, name
 
 
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=PHASES
 )

@@ -1,7 +1,8 @@
 """A small world to drive the planner in: engines, a store, pods and a clock, with faults. No I/O.
 
 The engines keep the rules of docs/engine-admin-api.md (what admit, resume and reset need, fencing, time to live), and
-every piece of KV is labelled with the epoch it was computed in, so that a stale read can be seen.
+every piece of KV is labelled with the salt it can be found under and the epoch it was computed in, so that a stale read
+can be seen.
 """
 
 from __future__ import annotations
@@ -10,9 +11,24 @@ import datetime as dt
 from dataclasses import dataclass, field, replace
 
 from moontide.api.v1alpha1 import PolicyVersionSpec, PolicyVersionStatus
-from moontide.planning import barrier
-from moontide.planning.model import Action, Command, EngineStatus, Fleet, Observed, Plan, Replace, Replica, Result, Wipe
+from moontide.planning import protocol
+from moontide.planning.model import (
+    Action,
+    Collect,
+    Command,
+    EngineStatus,
+    FenceStatus,
+    Fleet,
+    Observed,
+    Plan,
+    Replace,
+    Replica,
+    Result,
+    Wipe,
+)
 
+KV = tuple[str, int]
+"""The salt in its key, and the epoch in which it was computed."""
 START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
 
@@ -31,11 +47,16 @@ class Engine:
     version: str | None = None
     clean: bool = True
     running: int = 0
-    local: set[int] = field(default_factory=set)
-    """Epochs of the KV in the local cache."""
-    queue: set[int] = field(default_factory=set)
-    """Epochs of the KV that waits to be put into the store."""
+    local: set[KV] = field(default_factory=set)
+    """In the local cache."""
+    queue: set[KV] = field(default_factory=set)
+    """Waits to be put into the store."""
     hung: bool = False
+    """Nothing of it answers."""
+    core_hung: bool = False
+    """Its gate answers, the engine behind it does not."""
+    fences: bool = False
+    salt: str = ""
     refuses_reset: bool = False
     highest: int = 0
     expires: dt.datetime | None = None
@@ -64,7 +85,11 @@ class World:
 
     spec: PolicyVersionSpec
     fleets: dict[str, list[Pod]] = field(default_factory=dict)
-    store: dict[str, set[int]] = field(default_factory=dict)
+    fences: bool = False
+    """Engines that start can put an epoch into their keys."""
+    multimodal: bool = False
+    """They cannot change it while requests run."""
+    store: dict[str, set[KV]] = field(default_factory=dict)
     store_up: bool = True
     generation: int = 1
     status: PolicyVersionStatus = field(default_factory=PolicyVersionStatus)
@@ -73,6 +98,8 @@ class World:
     serial: int = 0
     reads: int = 0
     plans: list[Plan] = field(default_factory=list)
+    before: dict[str, Engine] = field(default_factory=dict)
+    """Engines by pod UID, as they were when the last plan was made."""
     told: set[int] = field(default_factory=set)
     """Epochs that any engine has heard of."""
 
@@ -84,9 +111,12 @@ class World:
     def add_pod(self, fleet: str) -> Pod:
         self.serial += 1
         n = self.serial
-        pod = Pod(f"{fleet}-{n}", f"uid-{n}", Engine(f"boot-{n}", self.base_weights), f"container-{n}")
+        pod = Pod(f"{fleet}-{n}", f"uid-{n}", self._engine(n), f"container-{n}")
         self.fleets[fleet].append(pod)
         return pod
+
+    def _engine(self, number: int) -> Engine:
+        return Engine(f"boot-{number}", self.base_weights, fences=self.fences)
 
     @property
     def pods(self) -> list[Pod]:
@@ -108,7 +138,7 @@ class World:
     def restart(self, pod: Pod) -> None:
         """The container restarts in place: same pod, same mark, a new process with base weights."""
         self.serial += 1
-        pod.engine = Engine(f"boot-{self.serial}", self.base_weights)
+        pod.engine = self._engine(self.serial)
         pod.container = f"container-{self.serial}"
 
     def remove(self, pod: Pod) -> None:
@@ -132,20 +162,21 @@ class World:
         for name, pods in self.fleets.items():
             for pod in pods:
                 engine = pod.engine
-                if engine.state != "open" or engine.hung:
+                if engine.state != "open" or engine.hung or engine.core_hung:
                     continue
                 self.reads += 1
-                hits = engine.local | (self.store[name] if self.store_up else set())
+                there = engine.local | (self.store[name] if self.store_up else set())
+                hits = {epoch for salt, epoch in there if salt == engine.salt}
                 if hits - {engine.epoch}:
                     raise StaleReadError(f"{pod.name} in epoch {engine.epoch} read KV of {sorted(hits)}")
-                engine.local.add(engine.epoch)
-                engine.queue.add(engine.epoch)
+                engine.local.add((engine.salt, engine.epoch))
+                engine.queue.add((engine.salt, engine.epoch))
 
     def upload(self) -> None:
         """Every engine that runs puts what it has queued."""
         for name, pods in self.fleets.items():
             for pod in pods:
-                if not pod.engine.hung and self.store_up:
+                if not (pod.engine.hung or pod.engine.core_hung) and self.store_up:
                     self.store[name] |= pod.engine.queue
                     pod.engine.queue.clear()
 
@@ -156,7 +187,7 @@ class World:
         for name, pods in self.fleets.items():
             replicas = tuple(self._replica(name, pod) for pod in pods)
             fleets.append(Fleet(name, f"fleet-{name}", "pool", "pool-uid", replicas))
-        return Observed(tuple(fleets), self.now)
+        return Observed(tuple(fleets), self.now, "policy")
 
     def _replica(self, fleet: str, pod: Pod) -> Replica:
         engine = pod.engine
@@ -179,16 +210,26 @@ class World:
             weights_version=engine.weights,
             clean=engine.clean,
             drained=engine.drained,
-            running=engine.running,
+            running=None if engine.core_hung else engine.running,
+            in_flight=engine.running,
+            responsive=not engine.core_hung,
+            fault="no answer within 2 s" if engine.core_hung else "",
+            salt=engine.salt,
+            fence=FenceStatus(
+                supported=engine.fences,
+                live=engine.fences and not self.multimodal,
+                reason="" if engine.fences else "its connector hashes tokens",
+            ),
             reason=engine.reason,
         )
         return replace(replica, status=status)
 
     def plan(self) -> Plan:
-        return barrier.plan(self.spec, self.generation, self.status, self.observe())
+        return protocol.plan(self.spec, self.generation, self.status, self.observe())
 
     def turn(self, crash_after: int | None = None) -> Plan:
         """One turn of the reconcile. ``crash_after=n``: killed after the status write (0) or the n-th action."""
+        self.before = {pod.uid: replace(pod.engine) for pod in self.pods}
         plan = self.plan()
         assert plan.status.epoch >= self.status.epoch
         self.status = plan.status
@@ -199,7 +240,7 @@ class World:
                 return plan
             results.append(self.perform(action))
         if crash_after is None:
-            self.status = barrier.record(self.status, results, self.now)
+            self.status = protocol.record(self.status, results, self.now)
         return plan
 
     def run(self, turns: int = 40, seconds: float = 0.1) -> Plan:
@@ -207,7 +248,7 @@ class World:
         for _ in range(turns):
             plan = self.turn()
             self.pass_time(seconds)
-            if not plan.actions and plan.requeue_after > barrier.BUSY_REQUEUE:
+            if not plan.actions and plan.requeue_after > protocol.BUSY_REQUEUE:
                 break
         return plan
 
@@ -222,6 +263,13 @@ class World:
             removed = len(self.store[action.fleet.name])
             self.store[action.fleet.name].clear()
             return Result(action, True, "Verified", removed=removed)
+        if isinstance(action, Collect):
+            if not self.store_up:
+                return Result(action, False, "StoreUnavailable", "the master is dead")
+            store = self.store[action.fleet.name]
+            old = {kv for kv in store if kv[0] not in action.keep}
+            store -= old
+            return Result(action, True, "Verified", removed=len(old))
         return self.command(action)
 
     def command(self, action: Command) -> Result:
@@ -241,6 +289,24 @@ class World:
         engine.highest = action.epoch
         return getattr(self, f"_{action.step.value}")(engine, action)  # type: ignore[no-any-return]
 
+    def _salt(self, engine: Engine, action: Command) -> Result | None:
+        """What an admission or a fence with a salt does in the engine; None when that went well."""
+        if engine.core_hung:
+            return Result(action, False, "EngineTimeout", "the engine did not switch in time")
+        if not engine.fences:
+            return Result(action, False, "FenceUnsupported")
+        engine.salt = str(action.body["salt"])
+        return None
+
+    def _fence(self, engine: Engine, action: Command) -> Result:
+        if engine.state != "open":
+            return Result(action, False, "NotOpen")
+        if failed := self._salt(engine, action):
+            return failed
+        version = action.body["version"]
+        engine.epoch, engine.version = action.epoch, None if version is None else str(version)
+        return Result(action, True)
+
     def _quiesce(self, engine: Engine, action: Command) -> Result:
         if engine.state == "closed":
             return Result(action, True)
@@ -248,12 +314,16 @@ class World:
         assert isinstance(ttl, float | int)
         assert ttl > 0
         engine.state, engine.expires = "paused", self.now + dt.timedelta(seconds=ttl)
+        if engine.core_hung:
+            return Result(action, False, "EngineTimeout", "the engine did not answer in time")
+        if action.body["mode"] == "keep":
+            return Result(action, True)
         if action.body["mode"] == "abort":
             engine.running = 0
         return Result(action, engine.running == 0, "" if engine.running == 0 else "RequestsRunning")
 
     def _drain(self, engine: Engine, action: Command) -> Result:
-        if engine.state == "open" or not self.store_up:
+        if engine.state == "open" or not self.store_up or engine.core_hung:
             return Result(action, False, "PutsPending")
         fleet = next(name for name, pods in self.fleets.items() if any(p.engine is engine for p in pods))
         self.store[fleet] |= engine.queue
@@ -263,14 +333,19 @@ class World:
     def _reset(self, engine: Engine, action: Command) -> Result:
         if engine.state == "open":
             return Result(action, False, "NotQuiesced")
-        if engine.refuses_reset or engine.running or engine.queue:
+        if engine.refuses_reset or engine.running or engine.queue or engine.core_hung:
             return Result(action, False, "BlocksHeld")
         engine.local.clear()
         engine.clean = True
         return Result(action, True)
 
     def _admit(self, engine: Engine, action: Command) -> Result:
-        if not (engine.clean and engine.drained):
+        if "salt" in action.body:
+            if engine.state == "open":
+                return Result(action, False, "NotQuiesced")
+            if failed := self._salt(engine, action):
+                return failed
+        elif not (engine.clean and engine.drained):
             return Result(action, False, "NotClean")
         assert action.body["version"] == engine.weights or self.spec.weights == "Unchecked"
         engine.epoch, engine.version = action.epoch, str(action.body["version"])
@@ -281,11 +356,14 @@ class World:
     def _resume(self, engine: Engine, action: Command) -> Result:
         if engine.state == "closed" or engine.epoch != action.epoch:
             return Result(action, False, "NotAdmitted")
+        if engine.core_hung:
+            return Result(action, False, "EngineTimeout")
         engine.state, engine.clean = "open", False
         return Result(action, True)
 
     def _close(self, engine: Engine, action: Command) -> Result:
-        engine.state, engine.running, engine.reason = "closed", 0, str(action.body["reason"])
+        if engine.state != "closed":
+            engine.state, engine.running, engine.reason = "closed", 0, str(action.body["reason"])
         return Result(action, True)
 
     def condition(self, kind: str) -> tuple[str, str]:

@@ -37,28 +37,52 @@ class PolicyVersionSpec(Api):
                 "replicaTimeoutSeconds must be less than deadlineSeconds, so that one hung replica does not use up "
                 "the whole deadline; write for example 20 and 120",
             ),
+            rule(
+                "self.strategy != 'Fence' || self.runningRequests == 'Wait'",
+                "strategy Fence pauses nobody, so requests that run end in the epoch they began in: write "
+                "runningRequests: Wait, or strategy: Barrier",
+            ),
         )
     )
 
     version: Annotated[int | str, Field(json_schema_extra=_int_or_string)]
+    preparing: Annotated[int | str | None, Field(json_schema_extra=_int_or_string)] = None
+    """A trainer is about to push the weights of this version: the fleets stand still (``Barrier``) or share with
+    nobody (``Fence``) until ``version`` says the same (commit), or this is cleared (abort)."""
+    strategy: Literal["Barrier", "Fence"] = "Barrier"
+    """``Barrier``: replicas pause, and no two serve different versions at one time. ``Fence``: nobody pauses; each
+    replica begins the new epoch when it hears of it, and requests that run end in the old one."""
     weights: Literal["External", "Unchecked"] = "External"
     """``External``: a trainer pushes weights; a replica is admitted only when the weight version that it reports
     equals ``version``. ``Unchecked``: Moontide does not look at weights, only at caches."""
-    running_requests: Literal["Wait", "Abort"] = "Wait"
-    """What a change does to requests that run: wait until they end, or abort them."""
+    running_requests: Literal["Wait", "Abort", "Keep"] = "Wait"
+    """What a change does to requests that run: wait until they end, abort them, or keep them: they stop, and go on
+    with new weights and KV that is computed anew."""
     requests_during_barrier: Literal["Queue", "Refuse"] = "Queue"
     """What a request that arrives during a change gets: it waits and runs in the new epoch, or 503 at once."""
     deadline_seconds: Annotated[int, Field(ge=2, le=86_400)] = 120
     """How long replicas may stay paused: after it they close (503) until the change can be finished."""
+    prepare_deadline_seconds: Annotated[int, Field(ge=2, le=86_400)] = 600
+    """How long ``preparing`` may last before it is aborted."""
     replica_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 20
     """How long one replica may fail a step before ``onReplicaFailure`` applies."""
-    on_replica_failure: Literal["Replace", "Hold"] = "Replace"
-    """``Replace`` deletes the pod of a replica that does not answer in time; ``Hold`` waits for a person."""
+    on_replica_failure: Literal["Isolate", "Replace", "Hold"] = "Replace"
+    """What becomes of a replica that does not answer in time: ``Isolate`` closes it and goes on without it,
+    ``Replace`` deletes its pod too, ``Hold`` waits for a person."""
+    suspend: bool = False
+    """Begin no change and no preparation; what is under way is finished, and newcomers are admitted."""
+    reset_nonce: Annotated[str, Field(max_length=128)] = ""
+    """Any other text than before: a new epoch of the same version, so that nothing that is cached is found again."""
 
     @property
     def label(self) -> str:
         """The version as the string that engines, headers and status carry."""
         return str(self.version)
+
+    @property
+    def preparing_label(self) -> str | None:
+        """The version being prepared; None where there is none, or it is the version already."""
+        return None if self.preparing is None or str(self.preparing) == self.label else str(self.preparing)
 
 
 class Member(Api):
@@ -67,7 +91,36 @@ class Member(Api):
     name: str
     uid: str
     wiped_epoch: int = -1
-    """The highest epoch for which this fleet's keys were wiped and the wipe was verified."""
+    """The highest epoch for which this fleet's older keys were removed and the removal was verified."""
+    swept_epoch: int = -1
+    """The same, once more, when late puts had had their time."""
+    salted: bool = False
+    """Every engine of it that may have served since that began puts its epoch into its keys, so that late puts cannot
+    be found in a later one."""
+
+
+class PreparedFleet(Api):
+    """Where a trainer finds the engines of one fleet."""
+
+    name: str
+    token_secret: str
+    """The Secret with the bearer token of their admin ports."""
+    addresses: Annotated[tuple[str, ...], Field(max_length=256)] = ()
+    """``host:port`` of each admin port."""
+
+
+class Preparation(Api):
+    """``spec.preparing``, as far as it has come."""
+
+    version: str
+    epoch: int
+    """The transit epoch: what is computed in it is found in no other."""
+    started_at: Timestamp
+    prepared_at: Timestamp | None = None
+    """When no engine served the old version any more (``Barrier``) or shared with others (``Fence``)."""
+    outcome: Literal["", "Committed", "Expired"] = ""
+    """How it ended; empty while it is under way. One that is aborted is forgotten."""
+    fleets: Annotated[tuple[PreparedFleet, ...], Field(max_length=64)] = ()
 
 
 class ReplicaCounts(Api):
@@ -99,7 +152,7 @@ class Update(Api):
 
 
 class ReplicaFailure(Api):
-    """What went wrong with one replica in the change at hand."""
+    """What went wrong with one replica, or with a fleet's store, in the change at hand."""
 
     replica: str
     step: str
@@ -111,6 +164,12 @@ class ReplicaFailure(Api):
 class PolicyVersionStatus(Api):
     """The protocol's memory: what must survive the operator, and what people read."""
 
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule("self.epoch >= oldSelf.epoch", "an epoch only goes up: this writer has not seen the last one")
+        )
+    )
+
     observed_generation: int | None = None
     conditions: Conditions = ()
     epoch: int = 0
@@ -119,6 +178,9 @@ class PolicyVersionStatus(Api):
     """The version that ``epoch`` was allotted for."""
     version: str | None = None
     """The version of the last change that finished."""
+    reset_nonce: str = ""
+    """``spec.resetNonce`` that the epoch was allotted for."""
+    preparation: Preparation | None = None
     members: Annotated[tuple[Member, ...], Field(max_length=256)] = ()
     replicas: ReplicaCounts | None = None
     last_update: Update | None = None
