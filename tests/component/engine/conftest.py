@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -41,17 +40,7 @@ def models() -> dict[str, Path]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Working folder with the token and the store's configuration."""
     made = tmp_path_factory.mktemp("engine")
-    (made / "token").write_text(kit.TOKEN + "\n")
-    store = {
-        "mode": "embedded",
-        "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": f"127.0.0.1:{kit.MASTER_PORT}",
-        "global_segment_size": "128MB",
-        "local_buffer_size": "32MB",
-        "protocol": "tcp",
-        "device_name": "",
-    }
-    (made / "mooncake.json").write_text(json.dumps(store))
+    kit.store_config(made)
     return made
 
 

@@ -6,9 +6,11 @@ Runs in the engine's environment. Ports 18100 to 18199 of the loopback interface
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +32,10 @@ NAMESPACE = "5f0c6f6e-2f0b-4a8e-9b59-3d1b6a1c7d10"
 TOKEN = "admin-token-of-the-tests"
 START_SECONDS = 400.0
 BLOCK = 32
+
+# All is plain HTTP, and reading the certificates takes a hundred times longer than the rest of a client.
+_get = functools.partial(httpx.get, verify=False)
+_post = functools.partial(httpx.post, verify=False)
 
 
 @dataclass
@@ -91,26 +97,43 @@ def wait_for(what: str, done: Callable[[], Any], seconds: float, process: Proces
 def get(url: str, **more: Any) -> httpx.Response | None:
     """GET, None if nobody answers."""
     try:
-        return httpx.get(url, timeout=5, **more)
+        return _get(url, timeout=5, **more)
     except httpx.TransportError:
         return None
+
+
+def store_config(folder: Path, port: int = MASTER_PORT) -> None:
+    """Write the token of the admin port, and what a replica has to know of its store."""
+    (folder / "token").write_text(TOKEN + "\n")
+    store = {
+        "mode": "embedded",
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": f"127.0.0.1:{port}",
+        "global_segment_size": "128MB",
+        "local_buffer_size": "32MB",
+        "protocol": "tcp",
+        "device_name": "",
+    }
+    (folder / "mooncake.json").write_text(json.dumps(store))
 
 
 class Master:
     """The Mooncake master."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: int = MASTER_PORT, metrics: int = MASTER_METRICS) -> None:
         self._folder = folder
+        self.port = port
+        self._metrics = metrics
         self.process: Process | None = None
 
     def start(self) -> None:
         """Start it and wait until it serves."""
-        url = f"http://127.0.0.1:{MASTER_METRICS}/health"
-        assert get(url) is None, f"something else listens on port {MASTER_METRICS}"
+        url = f"http://127.0.0.1:{self._metrics}/health"
+        assert get(url) is None, f"something else listens on port {self._metrics}"
         command = [
             str(Path(sys.executable).with_name("mooncake_master")),
-            f"-rpc_port={MASTER_PORT}",
-            f"-metrics_port={MASTER_METRICS}",
+            f"-rpc_port={self.port}",
+            f"-metrics_port={self._metrics}",
             "-client_ttl=4",
         ]
         self.process = spawn(command, {}, self._folder / "master.log")
@@ -129,12 +152,12 @@ class Master:
 
     def keys(self, prefix: str = "") -> list[str]:
         """All keys, by the master's own listing."""
-        answer = httpx.get(f"http://127.0.0.1:{MASTER_METRICS}/get_all_keys", timeout=10)
+        answer = _get(f"http://127.0.0.1:{self._metrics}/get_all_keys", timeout=10)
         return [key for key in answer.text.split() if key.startswith(prefix)]
 
     def segments(self) -> list[str]:
         """Segments that clients lend."""
-        return httpx.get(f"http://127.0.0.1:{MASTER_METRICS}/get_all_segments", timeout=10).text.split()
+        return _get(f"http://127.0.0.1:{self._metrics}/get_all_segments", timeout=10).text.split()
 
 
 def engine_environment(folder: Path, number: int) -> dict[str, str]:
@@ -167,20 +190,24 @@ def engine_environment(folder: Path, number: int) -> dict[str, str]:
     }
 
 
-def engine_command(model: Path, number: int, prefix: str = NAMESPACE) -> list[str]:
-    """Command of one replica. Single precision: in half, batching alone changes one greedy answer in twenty."""
-    transfer = {
+def transfer_config(number: int, prefix: str = NAMESPACE) -> dict[str, Any]:
+    """Connector of one replica."""
+    return {
         "kv_connector": "MooncakeStoreConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"lookup_rpc_port": 18100 + number, "cache_prefix": prefix},
     }
+
+
+def engine_command(model: Path, number: int, prefix: str = NAMESPACE) -> list[str]:
+    """Command of one replica. Single precision: in half, batching alone changes one greedy answer in twenty."""
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "tiny", "--dtype", "float32"),
         *("--host", "127.0.0.1", "--port", str(18100 + number)),
         *("--max-model-len", "4096", "--block-size", str(BLOCK), "--enforce-eager", "--shutdown-timeout", "60"),
-        *("--kv-transfer-config", json.dumps(transfer)),
+        *("--kv-transfer-config", json.dumps(transfer_config(number, prefix))),
     ]
 
 
@@ -194,6 +221,8 @@ class Answer:
     epoch: str | None
     version: str | None
     body: Any
+    last_epoch: str | None = None
+    """Where it ended, if that is not where it began."""
 
 
 @dataclass
@@ -218,12 +247,19 @@ class Replica:
     def post(self, path: str, body: object = None, token: str | None = TOKEN, timeout: float = 90) -> httpx.Response:
         """POST on the admin port."""
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        return httpx.post(self.admin + path, json=body, headers=headers, timeout=timeout)
+        return _post(self.admin + path, json=body, headers=headers, timeout=timeout)
+
+    def stock_reset(self, **query: bool) -> dict[str, Any]:
+        """Body of vLLM's own reset route."""
+        answer = self.post("/reset_prefix_cache?" + "&".join(f"{name}={value}" for name, value in query.items()))
+        assert answer.status_code == 200, answer.text
+        body: dict[str, Any] = answer.json()
+        return body
 
     def status(self) -> dict[str, Any]:
         """The engine's own status."""
         url = f"{self.admin}/moontide/v1/status"
-        answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=10)
+        answer = _get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=10)
         assert answer.status_code == 200
         status: dict[str, Any] = answer.json()
         return status
@@ -244,8 +280,8 @@ class Replica:
         assert (status, answer["success"]) == (200, True), answer
         return answer
 
-    def complete(self, prompt: str, tokens: int = 12) -> Answer:
-        """Greedy completion on the inference port."""
+    def complete(self, prompt: str, tokens: int = 12, rank: int | None = None) -> Answer:
+        """Greedy completion on the inference port, by one data-parallel rank if one is named."""
         body = {
             "model": "tiny",
             "prompt": prompt,
@@ -254,7 +290,8 @@ class Replica:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        answer = httpx.post(f"{self.inference}/v1/completions", json=body, timeout=120)
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        answer = _post(f"{self.inference}/v1/completions", json=body, headers=headers, timeout=120)
         parsed = answer.json()
         choice = parsed["choices"][0] if answer.status_code == 200 else {}
         return Answer(
@@ -264,24 +301,26 @@ class Replica:
             answer.headers.get("x-moontide-epoch"),
             answer.headers.get("x-moontide-version"),
             parsed,
+            answer.headers.get("x-moontide-last-epoch"),
         )
 
-    def counters(self) -> dict[str, float]:
-        """Prompt tokens that hit: ``local`` and ``external``."""
-        text = httpx.get(f"{self.inference}/metrics", timeout=10).text
+    def counters(self, rank: int | None = None) -> dict[str, float]:
+        """Prompt tokens that hit: ``local`` and ``external``; of all data-parallel ranks or of one."""
+        text = _get(f"{self.inference}/metrics", timeout=10).text
         names = {"local": "prefix_cache_hits_total", "external": "external_prefix_cache_hits_total"}
         found = {}
         for key, name in names.items():
-            values = re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
+            engine = "" if rank is None else f'engine="{rank}"'
+            values = re.findall(rf"^vllm:{name}\{{{engine}[^}}]*\}} (\S+)$", text, re.MULTILINE)
             assert values, f"no metric {name}"
             found[key] = sum(map(float, values))
         return found
 
-    def hits(self, prompt: str) -> tuple[Answer, dict[str, float]]:
+    def hits(self, prompt: str, rank: int | None = None) -> tuple[Answer, dict[str, float]]:
         """A completion and the hits that it had. Nothing else may run."""
-        before = self.counters()
-        answer = self.complete(prompt)
-        after = self.counters()
+        before = self.counters(rank)
+        answer = self.complete(prompt, rank=rank)
+        after = self.counters(rank)
         return answer, {key: after[key] - before[key] for key in before}
 
     def pids(self, title: str) -> list[int]:
@@ -294,12 +333,12 @@ class Replica:
 
 @dataclass
 class Fleet:
-    """The two replicas and their store, with an epoch that only goes up."""
+    """The replicas and their store, with an epoch that only goes up."""
 
     folder: Path
     models: dict[str, Path]
     master: Master
-    replicas: tuple[Replica, Replica]
+    replicas: tuple[Replica, ...]
     pool: ThreadPoolExecutor
     epoch: int = 0
 
@@ -310,7 +349,7 @@ class Fleet:
 
     def wipe(self) -> None:
         """Remove all keys behind the engines' back."""
-        done = run_store_script(f"print(store.remove_by_regex('^{NAMESPACE}@', True))")
+        done = run_store_script(f"print(store.remove_by_regex('^{NAMESPACE}@', True))", self.master.port)
         assert int(done) >= 0
 
     def load_weights(self, replica: Replica, which: str) -> None:
@@ -347,9 +386,10 @@ class Fleet:
         before = len(self.master.keys())
         assert replica.complete(prompt).status == 200
         wait_for("puts", lambda: len(self.master.keys()) > before, 10)
-        wait_for("puts to end", lambda: self._settled(replica), 10)
+        wait_for("puts to end", self.settled, 10)
 
-    def _settled(self, replica: Replica) -> bool:
+    def settled(self) -> bool:
+        """Whether no key comes or goes for a moment."""
         before = len(self.master.keys())
         time.sleep(0.2)
         return len(self.master.keys()) == before
@@ -357,6 +397,32 @@ class Fleet:
     def background(self, work: Callable[..., Answer], *args: Any) -> Future[Answer]:
         """Run beside the test."""
         return self.pool.submit(work, *args)
+
+
+class LateSaves:
+    """Holds back one rank's transfers in engines that have :attr:`environment`."""
+
+    def __init__(self, folder: Path) -> None:
+        name = "late_saves_of_one_rank"
+        home = folder / "plugin"
+        info = home / f"{name}-0.dist-info"
+        info.mkdir(parents=True)
+        shutil.copy(Path(__file__).with_name(f"{name}.py"), home)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+        self.plugin = name
+        self._file = folder / "hold.json"
+        self.environment = {"PYTHONPATH": str(home), "TEST_LATE_SAVES_FILE": str(self._file)}
+
+    def hold(self, rank: int, what: str = "save") -> None:
+        """From now on each save (or ``load``) of this tensor-parallel rank waits."""
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps({"rank": rank, "hold": what}))
+        new.replace(self._file)
+
+    def release(self) -> None:
+        """What waits goes on."""
+        self._file.unlink(missing_ok=True)
 
 
 _STORE_SCRIPT = """
@@ -370,13 +436,14 @@ os._exit(0)
 """
 
 
-def store_command(body: str, segment: int = 0) -> list[str]:
+def store_command(body: str, segment: int = 0, port: int = MASTER_PORT) -> list[str]:
     """Command that runs a few lines with a store client of its own."""
-    return [sys.executable, "-c", _STORE_SCRIPT.format(segment=segment, port=MASTER_PORT, body=body)]
+    return [sys.executable, "-c", _STORE_SCRIPT.format(segment=segment, port=port, body=body)]
 
 
-def run_store_script(body: str) -> str:
+def run_store_script(body: str, port: int = MASTER_PORT) -> str:
     """Output of a few lines with a store client of its own."""
     env = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
-    done = subprocess.run(store_command(body), env=env, capture_output=True, text=True, timeout=60, check=True)
+    command = store_command(body, port=port)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip().splitlines()[-1]

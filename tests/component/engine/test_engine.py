@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def test_closed_from_the_start(fleet: kit.Fleet) -> None:
         assert (status["state"], status["reason"], status["admitted"]) == ("closed", "Starting", False)
         assert (status["clean"], status["drained"]) == (True, True)
         assert status["patches"] == dict.fromkeys(PATCHES, "applied")
-        assert status["fence"] == {"supported": True, "reason": ""}
+        assert status["fence"] == {"supported": True, "live": True, "reason": ""}
         assert status["engineVersion"] == "0.32.0"
         assert status["ranks"] == 1
         assert status["store"] == {"configured": True, "attached": True, "reason": ""}
@@ -321,6 +322,76 @@ def test_with_the_epoch_in_the_hashes_an_unwiped_store_is_harmless(open_fleet: k
     other = " ".join(f"shared {number}" for number in range(60))
     open_fleet.saved(first, other)
     assert second.hits(other)[1]["external"] > 0
+
+
+def fence(fleet: kit.Fleet, weights: str) -> int:
+    """New weights in both open replicas, by way of an epoch of transit; the new epoch."""
+    for which in (None, weights):
+        epoch = fleet.next_epoch()
+        for replica in fleet.replicas:
+            if which is not None:
+                fleet.load_weights(replica, which)
+            replica.succeed("fence", epoch, version=which, salt=f"policy/{epoch}", timeoutSeconds=60)
+    return epoch
+
+
+def test_fenced_weights_change_under_load_and_nothing_old_is_found(open_fleet: kit.Fleet) -> None:
+    """Ten changes of weights without a pause: what began and ended in one epoch is what a cold engine says."""
+    prompts = [" ".join(f"fenced {number} {word}" for word in range(40)) for number in range(4)]
+    right = {}
+    for which in "ba":
+        open_fleet.bump(which, salted=True)
+        right[which] = [open_fleet.replicas[0].complete(prompt).tokens for prompt in prompts]
+    assert all(one != other for one, other in zip(right["a"], right["b"], strict=True))
+    fence(open_fleet, "a")
+    done = threading.Event()
+    answers: list[tuple[int, kit.Answer]] = []
+
+    def ask(client: int) -> None:
+        number = client
+        while not done.is_set():
+            number = (number + 1) % len(prompts)
+            answers.append((number, open_fleet.replicas[client % 2].complete(prompts[number])))
+
+    clients = [open_fleet.pool.submit(ask, client) for client in range(4)]
+    try:
+        for turn in range(10):
+            fence(open_fleet, "ba"[turn % 2])
+            count = len(answers)
+            kit.wait_for("answers", lambda c=count: len(answers) > c + 12, 60)
+    finally:
+        done.set()
+    for client in clients:
+        client.result(timeout=60)
+    assert {answer.status for _, answer in answers} == {200}
+    whole = [(n, a) for n, a in answers if a.version is not None and a.last_epoch is None]
+    wrong = [(n, a.version) for n, a in whole if a.tokens != right[a.version or ""][n]]
+    straddled = sum(answer.last_epoch is not None for _, answer in answers)
+    transit = sum(answer.version is None for _, answer in answers)
+    print(
+        f"{len(answers)} answers, {straddled} straddled, {transit} in transit, {len(whole)} judged, {len(wrong)} wrong"
+    )
+    assert not wrong
+    assert len(whole) > 60
+    assert {replica.status()["state"] for replica in open_fleet.replicas} == {"open"}
+
+
+def test_kept_requests_start_over_in_the_new_epoch(open_fleet: kit.Fleet) -> None:
+    replica = open_fleet.replicas[0]
+    prompts = [f"kept {number} " * 20 for number in range(6)]
+    undisturbed = [replica.complete(prompt, 200).tokens for prompt in prompts]
+    epoch = open_fleet.bump(salted=True)
+    running = [open_fleet.pool.submit(replica.complete, prompt, 200) for prompt in prompts]
+    kit.wait_for("requests to run", lambda: replica.status()["running"] == len(prompts), 30)
+    after = open_fleet.next_epoch()
+    answer = replica.succeed("quiesce", after, mode="keep")
+    assert answer["inFlight"] == len(prompts)
+    replica.succeed("admit", after, version=f"v{after}", salt=f"policy/{after}")
+    assert not any(future.done() for future in running)
+    replica.succeed("resume", after)
+    answers = [future.result(timeout=120) for future in running]
+    assert [(a.status, a.epoch, a.last_epoch) for a in answers] == [(200, str(epoch), str(after))] * len(prompts)
+    assert [a.tokens for a in answers] == undisturbed, "the weights are the same, so must the answers be"
 
 
 def test_reset_of_an_open_engine_is_refused(open_fleet: kit.Fleet) -> None:
