@@ -34,6 +34,8 @@ class Answer:
     began: float = 0.0
     ended: float = 0.0
     error: str = ""
+    last_epoch: int | None = None
+    """Where it ended, if that is not the epoch in which it began."""
 
     @property
     def seconds(self) -> float:
@@ -113,6 +115,9 @@ class Replica:
             began=began,
             ended=ended,
             error="" if choice["finish_reason"] == "length" else f"finished: {choice['finish_reason']}",
+            last_epoch=int(response.headers["x-moontide-last-epoch"])
+            if "x-moontide-last-epoch" in response.headers
+            else None,
         )
 
     def counters(self) -> Counters:
@@ -257,6 +262,21 @@ class Fleet:
                     if is_current(policy, version):
                         return policy
         raise NotInTime(f"Current=True for version {version}: not within {seconds:g} s. {policy.get('status')}")
+
+    def prepare(self, version: int | str, seconds: float) -> Object:
+        """Announce a version and wait until its weights may be pushed; the PolicyVersion. Raises NotInTime."""
+        self.kube.merge("polv", self.policy, self.namespace, {"spec": {"preparing": version}})
+
+        def done() -> Object | None:
+            policy = self.get_policy()
+            preparation = policy["status"].get("preparation") or {}
+            return policy if preparation.get("version") == str(version) and preparation.get("preparedAt") else None
+
+        return wait(done, seconds, "Prepared", every=0.1, last=lambda: str(self.get_policy().get("status")))
+
+    def commit(self, version: int | str) -> Object:
+        """The weights of a prepared version are in; returns the patched object."""
+        return self.kube.merge("polv", self.policy, self.namespace, {"spec": {"version": version, "preparing": None}})
 
     def until_collected(self, seconds: float) -> Object:
         """The PolicyVersion once every older key is removed, and that was verified. Raises NotInTime."""

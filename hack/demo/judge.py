@@ -39,6 +39,10 @@ class Verdict:
     """Answers that were not judged, by reason."""
     blurred: int = 0
     """Answers inside a window, which are promised nothing."""
+    straddled: int = 0
+    """Answers that say themselves that they ended in another epoch than they began in."""
+    in_transit: int = 0
+    """Answers that claim no version: they ran while weights were pushed, and say so."""
     worst_logprob: float = 0.0
 
     @property
@@ -57,7 +61,8 @@ class Verdict:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(self.left_out.items())) or "none"
         return (
             f"{self.checked} answers checked, {len(self.stale)} stale, {self.cached} began with a cache hit, "
-            f"{self.blurred} inside a change, left out: {reasons}; log-probs differ by {self.worst_logprob:.4f} at most"
+            f"{self.blurred} inside a change, {self.straddled} straddled, {self.in_transit} in transit, "
+            f"left out: {reasons}; log-probs differ by {self.worst_logprob:.4f} at most"
         )
 
 
@@ -96,6 +101,10 @@ def judge(answers: Iterable[Answer], by_version: Mapping[str, tuple[Cold, ...]],
             verdict.left_out[f"HTTP {answer.status}"] += 1
         elif answer.error:
             verdict.left_out[answer.error] += 1
+        elif answer.last_epoch is not None:
+            verdict.straddled += 1
+        elif answer.version is None and answer.epoch is not None:
+            verdict.in_transit += 1
         elif answer.version is None or answer.version not in by_version:
             verdict.left_out[f"claims version {answer.version}"] += 1
         else:

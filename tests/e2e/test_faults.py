@@ -1,4 +1,4 @@
-"""A change of policy meets a dead store and a killed operator."""
+"""A change of policy meets a dead store, a killed operator and a frozen engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hack.demo.kube import Kube, Object, condition, holds, wait
 from hack.demo.prompts import Prompts
 from hack.demo.story import MODELS, side_of
 from moontide import labels
-from tests.e2e.faults import pids, send
+from tests.e2e.faults import frozen, pids, send
 
 ABSENT_IMAGE = "moontide.local/there-is-no-such-image:none"
 BACK_SECONDS = 120.0
@@ -167,3 +167,47 @@ def test_killed_operator_is_followed_by_one_that_finishes(
         assert seen["bootId"] == boot
     assert math.isfinite(update["pauseSeconds"])
     _all_right(answers, references, version, epoch + 1)
+
+
+def test_a_frozen_engine_costs_its_timeout_and_is_closed_by_its_gate(
+    fleet: Fleet, texts: Prompts, references: References
+) -> None:
+    frozen_one, *others = fleet.replicas()
+    prompts = dict(enumerate(texts.kept))
+    epoch = int(fleet.get_policy()["status"]["epoch"])
+
+    def asked(spec: Object) -> None:
+        fleet.kube.merge("polv", fleet.policy, fleet.namespace, {"spec": spec})
+
+    asked({"replicaTimeoutSeconds": 5, "onReplicaFailure": "Isolate"})
+    try:
+        version = str(int(fleet.get_policy()["spec"]["version"]) + 1)
+        push_weights(fleet.replicas(), MODELS[side_of(int(version))], version)
+        with frozen(frozen_one.pod, "EngineCore"):
+            began = time.monotonic()
+            fleet.bump(int(version))
+            wait(
+                lambda: all(r.look()["epoch"] == epoch + 1 and r.look()["state"] == "open" for r in others) or None,
+                BACK_SECONDS,
+                "the others to serve",
+                every=0.2,
+                last=lambda: str(fleet.get_policy().get("status")),
+            )
+            print(f"the others serve {time.monotonic() - began:.1f} s after the patch (replicaTimeoutSeconds 5)")
+            _current(fleet, version)
+            seen = frozen_one.look()
+            print(f"Current=True after {time.monotonic() - began:.1f} s; the frozen one is {seen['state']}")
+            assert (seen["state"], seen["reason"], seen["responsive"]) == ("closed", "EngineUnresponsive", False)
+            answers = [each.ask(fleet.model, number, text) for each in others for number, text in prompts.items()]
+            _all_right(answers, references, version, epoch + 1)
+            assert frozen_one.ask(fleet.model, 0, prompts[0]).status == 503
+        wait(
+            lambda: (frozen_one.look()["state"], frozen_one.look()["epoch"]) == ("open", epoch + 1) or None,
+            BACK_SECONDS,
+            "the frozen one to be taken in again",
+            last=lambda: str(fleet.get_policy().get("status")),
+        )
+        answers = [frozen_one.ask(fleet.model, number, text) for number, text in prompts.items()]
+        _all_right(answers, references, version, epoch + 1)
+    finally:
+        asked({"replicaTimeoutSeconds": 20, "onReplicaFailure": "Replace"})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+import pytest
+
 from hack.demo.cold import References
 from hack.demo.fleet import Fleet
 from hack.demo.judge import explain, judge
@@ -16,6 +18,7 @@ from tests.e2e.oracle.trainer import Trainer, plain_fanout, stale_after_fanout
 BUMPS = 10
 ANSWERS_PER_EPOCH = 40
 SETTLE_SECONDS = 30.0
+PREPARED_BUMPS = 5
 CONTROL_ROUNDS = 4
 CONTROL_ANSWERS = 30
 
@@ -44,6 +47,35 @@ def test_ten_bumps_under_load_serve_nothing_stale(fleet: Fleet, texts: Prompts, 
     assert trainer.epochs == sorted(set(trainer.epochs)), "epochs only ever go up"
     each = Counter(answer.epoch for answer in load.answers if answer.status == 200)
     assert all(each[epoch] >= ANSWERS_PER_EPOCH // 2 for epoch in trainer.epochs), each
+
+
+@pytest.mark.parametrize("strategy", ["Barrier", "Fence"])
+def test_prepared_changes_under_load_keep_every_promise(
+    strategy: str, fleet: Fleet, texts: Prompts, references: References
+) -> None:
+    """No answer is excused for having been under way: it is right, or it says itself that it straddled."""
+    trainer = Trainer(fleet, references)
+    trainer.begin()
+    fleet.kube.merge("polv", fleet.policy, fleet.namespace, {"spec": {"strategy": strategy}})
+    try:
+        with Load(fleet.replicas(), fleet.model, dict(enumerate(texts.all)), clients=6) as load:
+            load.until(ANSWERS_PER_EPOCH, SETTLE_SECONDS)
+            for number in range(PREPARED_BUMPS):
+                pause = trainer.prepared_change()
+                load.until(ANSWERS_PER_EPOCH, SETTLE_SECONDS)
+                so_far = judge(load.answers, trainer.by_version, [])
+                print(f"{strategy} {number + 1} epoch {trainer.epochs[-1]}, pause {pause:.3f} s: {so_far.line()}")
+    finally:
+        fleet.kube.merge("polv", fleet.policy, fleet.namespace, {"spec": {"strategy": "Barrier", "preparing": None}})
+    verdict = judge(load.answers, trainer.by_version, [])
+    wrong = [explain(answer, trainer.by_version) for answer in verdict.stale]
+    assert not wrong, "\n".join([f"{len(wrong)} stale", *wrong[:40]])
+    assert 2 * verdict.cached >= verdict.checked, verdict.line()
+    assert verdict.left_out.total() == 0, verdict.line()
+    if strategy == "Barrier":
+        assert (verdict.straddled, verdict.in_transit) == (0, 0), verdict.line()
+    else:
+        assert verdict.in_transit > 0, "nobody was served while weights were pushed"
 
 
 def test_the_oracle_sees_what_a_plain_fanout_leaves(fleet: Fleet, texts: Prompts, references: References) -> None:

@@ -42,7 +42,7 @@ def test_answer_that_is_not_the_cold_engines_is_stale(wrong: Answer) -> None:
         (replace(GOOD, status=0, error="ReadError"), "connection: ReadError"),
         (replace(GOOD, status=503), "HTTP 503"),
         (replace(GOOD, error="finished: stop"), "finished: stop"),
-        (replace(GOOD, version=None), "claims version None"),
+        (replace(GOOD, version=None, epoch=None), "claims version None"),
     ],
 )
 def test_answer_that_cannot_be_judged_is_counted_by_reason(answer: Answer, reason: str) -> None:
@@ -63,3 +63,10 @@ def test_window_excuses_only_what_overlaps_it_and_was_admitted_before() -> None:
 def test_old_answer_that_claims_the_new_version_is_stale_within_the_window_too() -> None:
     liar = replace(GOOD, version="2", epoch=2)
     assert judge([liar], BY_VERSION, [Window(10.5, 12.0, 2)]).stale == [liar]
+
+
+def test_answers_that_say_so_themselves_are_counted_apart() -> None:
+    straddled, transit = replace(GOOD, last_epoch=2, tokens=(9,)), replace(GOOD, version=None, tokens=(9,))
+    verdict = judge([straddled, transit, GOOD], BY_VERSION, [])
+    assert (verdict.straddled, verdict.in_transit, verdict.checked) == (1, 1, 1)
+    assert verdict.left_out.total() == 0
