@@ -25,7 +25,7 @@ _SCHEDULER_FOLDER = "scheduler"
 # Beyond what any run needs, so that one that hangs says so before the machine's own limit ends everything.
 _CALL_SECONDS = 2400.0
 _TIMED_OUT = 124
-_LINTED = ("operator", "engine_patches", "hack", "tests", "bench")
+_LINTED = ("operator", "engine_patches", "hack", "tests", "bench", "examples")
 
 
 @dataclass

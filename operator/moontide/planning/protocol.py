@@ -84,6 +84,7 @@ POLL_SECONDS = 1.0
 COLLECT_REQUEUE = 2.0
 """Keys in use have a lease of a few seconds; their collection is tried again until it has run out."""
 IDLE_REQUEUE = 30.0
+MAX_ADDRESSES = 2048
 LATE_SECONDS = 30.0
 """After the first collection: puts that were under way then have come or failed, so a second finds what they left."""
 
@@ -129,7 +130,7 @@ def decide(
     under_way = active(status)
     if status.target_version != spec.label:
         why = f"version {spec.label} is asked for, {status.target_version or 'none'} has the epoch"
-        if status.target_version is not None and spec.suspend:
+        if status.target_version is not None and spec.suspend and under_way is None:
             return Hold("Suspended", f"version {spec.label} is asked for, and spec.suspend is true")
         committed = under_way is not None and under_way.version == spec.label
         if under_way is None and _lacks_weights(spec, replicas):
@@ -595,7 +596,7 @@ def _prepared(status: PolicyVersionStatus, observed: Observed) -> tuple[PolicyVe
         PreparedFleet(
             name=fleet.name,
             token_secret=fleet.token_secret,
-            addresses=tuple(r.address for r in fleet.replicas if r.address and not r.terminating)[:256],
+            addresses=tuple(r.address for r in fleet.replicas if r.address and not r.terminating)[:MAX_ADDRESSES],
         )
         for fleet in observed.fleets
     )

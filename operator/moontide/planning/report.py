@@ -185,7 +185,13 @@ def _is_current(look: Look, status: PolicyVersionStatus) -> Verdict:
         return Verdict("Current", "False", "WaitingForWeights", text + ", ".join(unweighed[:10]))
     if look.pending:
         doing = next((name for step, name in _DOING if step in look.steps), "Wiping" if look.wiping else "Quiescing")
-        return Verdict("Current", "False", doing, f"{doing.lower()} for epoch {look.epoch}")
+        busy = [r.name for r in look.replicas if _runs_on(r, look.epoch)]
+        said = f"; requests of an older epoch run on {', '.join(busy[:10])}" if busy else ""
+        return Verdict("Current", "False", doing, f"{doing.lower()} for epoch {look.epoch}{said}")
+    lacking = [r.name for r, step in look.waits if step is Step.ADMIT]
+    if lacking and not tally.current:
+        text = f"nobody serves: closed until they report weight version {status.target_version!r}: "
+        return Verdict("Current", "False", "WaitingForWeights", text + ", ".join(lacking[:10]))
     unfinished = status.last_update is not None and status.last_update.resumed_at is None
     if Step.RESUME in look.steps or (Step.ADMIT in look.steps and unfinished):
         return Verdict("Current", "False", "Resuming", f"resuming in epoch {look.epoch}")
@@ -197,6 +203,11 @@ def _is_current(look: Look, status: PolicyVersionStatus) -> Verdict:
 
 def _open_elsewhere(replica: Replica, epoch: int) -> bool:
     return replica.status is not None and replica.status.state == "open" and replica.status.epoch != epoch
+
+
+def _runs_on(replica: Replica, epoch: int) -> bool:
+    engine = replica.status
+    return engine is not None and engine.state == "paused" and engine.epoch != epoch and engine.in_flight > 0
 
 
 def _is_degraded(look: Look, status: PolicyVersionStatus, late: Verdict | None) -> Verdict:

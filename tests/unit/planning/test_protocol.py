@@ -736,6 +736,45 @@ def test_a_trainer_that_dies_is_aborted_at_the_deadline_and_not_prepared_for_aga
     assert world.condition("Prepared") == ("True", "Prepared")
 
 
+def test_a_commit_without_its_weights_is_not_current() -> None:
+    world = prepared()
+    world.bump("2", preparing=None)
+    world.run()
+    assert {p.engine.state for p in world.pods} == {"closed"}
+    assert world.condition("Current") == ("False", "WaitingForWeights")
+    world.pod(0).engine.weights = "2"
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert world.condition("Degraded") == ("True", "WaitingForWeights")
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "deadline"])
+def test_suspend_lets_a_preparation_end(end: str) -> None:
+    world = prepared()
+    world.bump("1", suspend=True)
+    world.run(4)
+    assert world.condition("Prepared") == ("True", "Prepared")
+    if end == "commit":
+        world.push_weights("2")
+        world.bump("2", preparing=None)
+    elif end == "abort":
+        world.bump("1", preparing=None)
+    else:
+        world.pass_time(world.spec.prepare_deadline_seconds)
+    world.run()
+    assert world.condition("Current") == ("True", "Current")
+    assert {p.engine.version for p in world.pods} == {"2" if end == "commit" else "1"}
+
+
+def test_the_replica_that_holds_a_change_up_is_named() -> None:
+    world = bumped(fences=True)
+    world.pod(0).engine.running = 1
+    world.run(4)
+    message = next(c.message for c in world.status.conditions if c.type == "Current")
+    assert world.pod(0).name in message
+    assert world.pod(1).name not in message
+
+
 def test_another_version_than_the_prepared_one_ends_the_preparation() -> None:
     world = prepared()
     world.push_weights("9")

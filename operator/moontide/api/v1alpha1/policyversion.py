@@ -105,7 +105,7 @@ class PreparedFleet(Api):
     name: str
     token_secret: str
     """The Secret with the bearer token of their admin ports."""
-    addresses: Annotated[tuple[str, ...], Field(max_length=256)] = ()
+    addresses: Annotated[tuple[str, ...], Field(max_length=2048)] = ()
     """``host:port`` of each admin port."""
 
 

@@ -1,0 +1,290 @@
+"""`kubectl moontide`: change, prepare, reset and look at a PolicyVersion.
+
+exit status: 0 done; 1 refused, not found or superseded; 2 wrong arguments; 3 not in time; 130 interrupted
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from moontide.trainer import table
+from moontide.trainer.access import Access, find
+from moontide.trainer.errors import (
+    ApiUnavailable,
+    BadVersion,
+    CommitTimeout,
+    MoontideError,
+    PrepareTimeout,
+)
+from moontide.trainer.kube import Api
+from moontide.trainer.policy import Policy, label_of
+from moontide.trainer.steps import Change, Steps, Target, change, read, until_current, until_prepared
+
+DONE, FAILED, WRONG, LATE, INTERRUPTED = 0, 1, 2, 3, 130
+WAIT_SECONDS = 300.0
+_CALL_SECONDS = 30.0
+_PROGRAM = "kubectl moontide"
+
+
+class Refused(MoontideError):
+    """The policy is in a state in which the command would do harm, or nothing."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong and what to write."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG, f"{_PROGRAM}: {message}; write: {' '.join(self.format_usage().split()[1:])}\n")
+
+
+def version_of(text: str) -> int | str:
+    """A version as `kubectl patch` would send it: a number where it is one."""
+    label = label_of(text)
+    return int(label) if label.isdigit() and str(int(label)) == label and len(label) <= 18 else label
+
+
+def _version(text: str) -> int | str:
+    try:
+        return version_of(text)
+    except BadVersion as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _seconds(text: str) -> float:
+    """Seconds, also as 90s, 5m or 1h."""
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+    try:
+        seconds = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds, or for example 90s, 5m or 1h")
+    return seconds
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    common = _Parser(add_help=False)
+    common.add_argument("-n", "--namespace", default=argparse.SUPPRESS, help="of the policy; default: the context's")
+    common.add_argument("--kubeconfig", default=argparse.SUPPRESS, help="default: $KUBECONFIG, or ~/.kube/config")
+    common.add_argument("--context", default=argparse.SUPPRESS, help="default: the kubeconfig's current context")
+    told = (__doc__ or "").strip().split("\n\n")
+    root = _Parser(
+        prog=_PROGRAM,
+        usage="%(prog)s COMMAND NAME [VERSION] [options]",
+        description=told[0],
+        epilog=told[1],
+        parents=[common],
+        allow_abbrev=False,
+    )
+    commands = root.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace, Target], Steps[None]], text: str, *, versioned: bool = False
+    ) -> _Parser:
+        usage = f"{_PROGRAM} {name} NAME{' VERSION' if versioned else ''} [options]"
+        made = commands.add_parser(name, usage=usage, help=text, description=text, parents=[common], allow_abbrev=False)
+        made.add_argument("name", metavar="NAME", help="of the PolicyVersion")
+        if versioned:
+            made.add_argument("version", metavar="VERSION", type=_version, help="for example 43 or step-43")
+        made.set_defaults(run=run)
+        return made
+
+    def waits(made: argparse.ArgumentParser, what: str) -> None:
+        made.add_argument("--wait", action="store_true", help=f"until it is {what}")
+        timed(made)
+
+    def timed(made: argparse.ArgumentParser) -> None:
+        made.add_argument(
+            "--timeout", type=_seconds, default=WAIT_SECONDS, metavar="TIME", help="of the wait: 90s, 5m; default 5m"
+        )
+
+    text = "Set spec.version: the weights have been pushed, or are not looked at."
+    waits(command("bump", _bump, text, versioned=True), "current")
+    text = "Make the fleets ready for new weights (spec.preparing)."
+    waits(command("prepare", _prepare, text, versioned=True), "ready, and print the engines' addresses")
+    waits(command("commit", _commit, "The prepared version's weights have been pushed: make it current."), "current")
+    command("abort", _abort, "Clear spec.preparing: the fleets go back to the old version.")
+    waits(
+        command("reset", _reset, "Begin a new epoch of the same version: nothing that is cached is found again."),
+        "done",
+    )
+    wait = command("wait", _wait, "Wait, and print each change of state with the seconds since the start.")
+    wait.add_argument("--for", dest="what", choices=("current", "prepared"), default="current", help="default: current")
+    timed(wait)
+    command("status", _status, "Print version, epoch, replicas, the last change's timeline and the history.")
+    return root
+
+
+def _out(text: str) -> None:
+    print(text, flush=True)
+
+
+def _until(target: Target, seconds: float = _CALL_SECONDS) -> float:
+    return target.clock() + seconds
+
+
+def _not_preparing(target: Target, policy: Policy, what: str) -> None:
+    """Raise Refused while a trainer may be pushing weights."""
+    if policy.preparing is not None:
+        raise Refused(
+            f"version {policy.preparing} of {target} is being prepared, and {what} would begin that anew; first: "
+            f"{target.command('commit')}, or: {target.command('abort')}"
+        )
+
+
+def _merged(target: Target, spec_of: Callable[[Policy], dict[str, object]]) -> Steps[Policy]:
+    """Read, decide, and write what was decided on just that."""
+    until = _until(target)
+    while True:
+        policy = yield from read(target, until)
+        done = yield from change(target, spec_of(policy), until, seen=policy)
+        if done is not None:
+            return done
+
+
+def _told(target: Target, text: str, policy: Policy) -> None:
+    _out(f"{target}: {text}")
+    if policy.spec.get("suspend"):
+        _out("spec.suspend is true: nothing begins until it is false")
+
+
+def _settled(options: argparse.Namespace, target: Target, label: str) -> Steps[None]:
+    """Wait until the version is current, where that is asked for."""
+    if options.wait:
+        policy = yield from until_current(target, label, _until(target, options.timeout))
+        _finished(target, policy)
+
+
+def _finished(target: Target, policy: Policy) -> None:
+    counts = (policy.status.get("replicas") or {}).get("summary", "0/0")
+    _out(f"{target}: version {policy.version} is current in epoch {policy.status.get('epoch')}, {counts} replicas")
+
+
+def _bump(options: argparse.Namespace, target: Target) -> Steps[None]:
+    label = label_of(options.version)
+
+    def spec(policy: Policy) -> dict[str, object]:
+        if policy.preparing == label:
+            raise Refused(f"version {label} of {target} is being prepared; write: {target.command('commit')}")
+        _not_preparing(target, policy, "another version")
+        # 7 and "7" are the same version: written again in the other form it would only raise the generation.
+        return {} if policy.version == label else {"version": options.version}
+
+    policy = yield from _merged(target, spec)
+    _told(target, f"spec.version is {label}", policy)
+    yield from _settled(options, target, label)
+
+
+def _prepare(options: argparse.Namespace, target: Target) -> Steps[None]:
+    until = _until(target, options.timeout)
+    ahead = Change(target, options.version)
+    policy = yield from ahead.ask(until)
+    if policy.version == ahead.label:
+        raise Refused(f"version {ahead.label} is spec.version of {target} already; prepare the next one")
+    _told(target, f"spec.preparing is {ahead.label}", policy)
+    if options.wait:
+        _ready(target, (yield from until_prepared(target, ahead.label, until)))
+
+
+def _ready(target: Target, policy: Policy) -> None:
+    found = policy.preparation
+    _out(f"{target}: version {found['version']} may be pushed, epoch {found['epoch']} is one of transit")
+    for fleet in found.get("fleets") or ():
+        for address in fleet.get("addresses") or ():
+            _out(f"  {fleet['name']}  {address}  token in Secret {fleet['tokenSecret']}")
+
+
+def _preparing(target: Target, policy: Policy) -> str:
+    """The version that is being prepared. Raises Refused."""
+    if policy.preparing is None:
+        raise Refused(f"no version of {target} is being prepared; write: {target.command('prepare', ' VERSION')}")
+    return policy.preparing
+
+
+def _commit(options: argparse.Namespace, target: Target) -> Steps[None]:
+    policy = yield from read(target, _until(target))
+    label = _preparing(target, policy)
+    if not policy.is_prepared(label):
+        lost = policy.is_over(label)
+        then = target.command("abort") if lost else target.command("wait", " --for prepared")
+        raise Refused(
+            f"version {label} of {target} is not prepared ({policy.condition('Prepared').reason}), so nothing is "
+            f"committed; write: {then}"
+        )
+    yield from Change(target, policy.spec["preparing"]).commit(int(policy.preparation["epoch"]), _until(target))
+    _told(target, f"spec.version is {label}", policy)
+    yield from _settled(options, target, label)
+
+
+def _abort(options: argparse.Namespace, target: Target) -> Steps[None]:
+    before: list[str | None] = []
+
+    def spec(policy: Policy) -> dict[str, object]:
+        before.append(policy.preparing)
+        return {"preparing": None}
+
+    yield from _merged(target, spec)
+    label = before[-1]
+    _out(f"{target}: " + ("nothing was being prepared" if label is None else f"version {label} is aborted"))
+
+
+def _reset(options: argparse.Namespace, target: Target) -> Steps[None]:
+    nonce = f"{dt.datetime.now(dt.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+
+    def spec(policy: Policy) -> dict[str, object]:
+        _not_preparing(target, policy, "a reset")
+        return {"resetNonce": nonce}
+
+    policy = yield from _merged(target, spec)
+    _told(target, f"spec.resetNonce is {nonce}", policy)
+    yield from _settled(options, target, str(policy.version))
+
+
+def _wait(options: argparse.Namespace, target: Target) -> Steps[None]:
+    until = _until(target, options.timeout)
+    policy = yield from read(target, until)
+    if options.what == "prepared":
+        _ready(target, (yield from until_prepared(target, _preparing(target, policy), until)))
+    else:
+        _finished(target, (yield from until_current(target, str(policy.version), until)))
+
+
+def _status(options: argparse.Namespace, target: Target) -> Steps[None]:
+    policy = yield from read(target, _until(target))
+    for line in table.status(policy):
+        _out(line)
+
+
+def _progress() -> Callable[[str], None]:
+    began = time.monotonic()
+    return lambda text: _out(f"  {time.monotonic() - began:7.2f} s  {text}")
+
+
+def main(arguments: Sequence[str] | None = None, *, access: Access | None = None) -> int:
+    """The exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        found = access or find(getattr(options, "kubeconfig", None), getattr(options, "context", None))
+        target = Target(getattr(options, "namespace", None) or found.namespace, options.name, _progress())
+        with Api(found) as api:
+            api.run(options.run(options, target))
+    except MoontideError as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        late = isinstance(error, CommitTimeout | PrepareTimeout | ApiUnavailable)
+        if isinstance(error, PrepareTimeout):
+            print(f"spec.preparing stays as it is; clear it with: {target.command('abort')}", file=sys.stderr)
+        return LATE if late else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Carries the steps of :mod:`moontide.trainer.steps` out over HTTP: once blocking, once for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+
+from moontide.trainer.access import Access
+from moontide.trainer.errors import AccessError
+from moontide.trainer.steps import Answer, Call, Sleep, Steps
+
+T = TypeVar("T")
+
+
+def _options(access: Access) -> dict[str, Any]:
+    """Proxies come from the kubeconfig, not from the environment: an API server is seldom behind those."""
+    return {
+        "base_url": access.server,
+        "verify": access.tls if access.tls is not None else True,
+        "proxy": access.proxy,
+        "trust_env": False,
+    }
+
+
+def _arguments(access: Access, call: Call) -> dict[str, Any]:
+    """What httpx needs for one call."""
+    headers = {"accept": "application/json", **access.headers()}
+    found: dict[str, Any] = {"url": call.path, "method": "GET", "headers": headers, "timeout": call.seconds}
+    if call.patch is not None:
+        headers["content-type"] = "application/merge-patch+json"
+        found |= {"method": "PATCH", "content": json.dumps(call.patch)}
+    if access.tls_name:
+        found["extensions"] = {"sni_hostname": access.tls_name}
+    return found
+
+
+def _answer(response: httpx.Response) -> Answer:
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    after = response.headers.get("retry-after", "")
+    return Answer(
+        response.status_code,
+        body if isinstance(body, dict) else {},
+        f"HTTP {response.status_code} {response.text[:200].strip()}".strip(),
+        float(after) if after.isdigit() else 0.0,
+    )
+
+
+def _no_answer(access: Access, error: httpx.TransportError) -> Answer:
+    """Raises AccessError for what trying again does not mend."""
+    text = f"{type(error).__name__} {error}".strip()
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        raise AccessError(
+            f"{access.origin}: the certificate of {access.server} is not to be trusted: {text}"
+        ) from error
+    if isinstance(error, httpx.UnsupportedProtocol):
+        raise AccessError(f"{access.origin}: {access.server} is no URL; write https://host:port") from error
+    return Answer(0, text=f"{access.server}: {text}")
+
+
+class Api:
+    """The API server, for code that may block."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._http = httpx.Client(**_options(access))
+
+    def __enter__(self) -> Api:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def run(self, steps: Steps[T]) -> T:
+        """Carry the steps out and give what they come to."""
+        answer: Answer | None = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            if isinstance(step, Sleep):
+                time.sleep(step.seconds)
+                answer = None
+            else:
+                answer = self._call(step)
+
+    def _call(self, call: Call) -> Answer:
+        try:
+            return _answer(self._http.request(**_arguments(self._access, call)))
+        except httpx.TransportError as error:
+            return _no_answer(self._access, error)
+
+
+class AsyncApi:
+    """The API server, for asyncio."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._http = httpx.AsyncClient(**_options(access))
+
+    async def __aenter__(self) -> AsyncApi:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def run(self, steps: Steps[T]) -> T:
+        """Carry the steps out and give what they come to."""
+        answer: Answer | None = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            if isinstance(step, Sleep):
+                await asyncio.sleep(step.seconds)
+                answer = None
+            else:
+                answer = await self._call(step)
+
+    async def _call(self, call: Call) -> Answer:
+        try:
+            return _answer(await self._http.request(**_arguments(self._access, call)))
+        except httpx.TransportError as error:
+            return _no_answer(self._access, error)
