@@ -189,7 +189,7 @@ def test_a_barrier_leaves_no_save_behind(tp2: kit.Fleet, stage: Stage) -> None:
 
 
 class Stream:
-    """A long answer that is generated beside the test, for as long as the context lasts."""
+    """Long answers that are generated beside the test, one after the other, for as long as the context lasts."""
 
     def __init__(self, fleet: kit.Fleet) -> None:
         self._fleet = fleet
@@ -208,11 +208,12 @@ class Stream:
     def _run(self) -> None:
         body = {"model": "tiny", "prompt": "a stream", "max_tokens": 3900, "ignore_eos": True, "stream": True}
         url = f"{self._fleet.replicas[0].inference}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=90) as answer:
-            for line in answer.iter_lines():
-                self.chunks += line.startswith("data: {")
-                if self._enough.is_set():
-                    return
+        while True:
+            with httpx.stream("POST", url, json=body, timeout=90) as answer:
+                for line in answer.iter_lines():
+                    self.chunks += line.startswith("data: {")
+                    if self._enough.is_set():
+                        return
 
 
 SOME = 40
@@ -599,6 +600,8 @@ def test_without_the_plugin_a_reset_leaves_saves_behind(
 def test_without_the_plugin_a_late_save_freezes_the_engine(stock: kit.Fleet, stage: Stage) -> None:
     with Stream(stock) as stream:
         half_saved(stock, stage.late, "late, and all wait", rank=0)
+        before = stream.chunks
+        kit.wait_for("a stream that runs", lambda: stream.chunks > before + SOME, 60)
         answer = stock.pool.submit(stock_reset, stock.replicas[0])
         time.sleep(AFTER)
         before = stream.chunks
