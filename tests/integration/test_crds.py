@@ -69,7 +69,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         _with(POLICY, "spec", {"version": 7, "replicaTimeoutSeconds": 120, "deadlineSeconds": 120}),
         "replicaTimeoutSeconds must be less than deadlineSeconds",
     ),
+    (_with(POLICY, "spec.preparing", "a b"), "version must be a whole number from 0"),
+    (
+        _with(POLICY, "spec", {"version": 7, "strategy": "Fence", "runningRequests": "Keep"}),
+        "write runningRequests: Wait, or strategy: Barrier",
+    ),
 ]
+EPOCH_RULE = "an epoch only goes up"
+"""Of a status that follows another: it has a test of its own."""
 
 
 def _rules(node: Any) -> Iterator[dict[str, str]]:
@@ -93,7 +100,8 @@ def test_each_rule_is_enforced_with_its_message(
 def test_no_rule_is_without_a_case() -> None:
     messages = {rule["message"] for kind in KINDS for rule in _rules(crdgen.schema(kind.model))}
     assert messages
-    untested = [message for message in messages if not any(part in message for _, part in REFUSED)]
+    parts = [EPOCH_RULE, *(part for _, part in REFUSED)]
+    untested = [message for message in messages if not any(part in message for part in parts)]
     assert untested == []
 
 
@@ -107,7 +115,8 @@ def test_no_rule_is_without_a_case() -> None:
         _with(FLEET, "spec.model.version", "a b"),
         _with(POLICY, "spec", {}),
         _with(POLICY, "spec.version", None),
-        _with(POLICY, "spec.runningRequests", "Keep"),
+        _with(POLICY, "spec.runningRequests", "Drop"),
+        _with(POLICY, "spec.strategy", "Rolling"),
         _with(POLICY, "spec.deadlineSeconds", 1),
         _with(POOL, "spec.memory.perReplica", "lots"),
         _with(POOL, "spec.master.evictionHighWatermarkPercent", 101),
@@ -138,12 +147,16 @@ def test_defaults(kubectl: Any, namespace: str) -> None:
     policy = kubectl.must_get("polv", "policy", namespace)["spec"]
     assert policy == {
         "version": 7,
+        "strategy": "Barrier",
         "weights": "External",
         "runningRequests": "Wait",
         "requestsDuringBarrier": "Queue",
         "deadlineSeconds": 120,
+        "prepareDeadlineSeconds": 600,
         "replicaTimeoutSeconds": 20,
         "onReplicaFailure": "Replace",
+        "suspend": False,
+        "resetNonce": "",
     }
 
 
@@ -164,6 +177,21 @@ def test_status_belongs_to_the_status_subresource(kubectl: Any, namespace: str) 
     body = _with(_with(POLICY, "metadata.namespace", namespace), "status", {"epoch": 9})
     kubectl("create", "-f", "-", stdin=json.dumps(body))
     assert kubectl.must_get("polv", "policy", namespace).get("status", {}).get("epoch", 0) != 9
+
+
+def test_a_writer_that_has_not_seen_the_last_epoch_is_refused(kubectl: Any, namespace: str) -> None:
+    """A leader that was frozen in the middle of writing its status, and goes on when another leads."""
+    body = _with(_with(POLICY, "metadata.namespace", namespace), "metadata.name", "late")
+    kubectl.apply(body)
+
+    def write(epoch: int) -> Any:
+        patch = json.dumps({"status": {"epoch": epoch}})
+        return kubectl("patch", "polv", "late", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
+
+    write(1001)
+    with pytest.raises(Exception, match=EPOCH_RULE):
+        write(1000)
+    write(1002)
 
 
 def test_printer_columns(kubectl: Any, namespace: str) -> None:
