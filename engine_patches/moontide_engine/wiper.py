@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -262,10 +264,13 @@ def list_keys(metrics: str, timeout: float) -> Iterator[str]:
 
 
 def _batches(keys: Iterable[str], wanted: Callable[[str], bool]) -> Iterator[list[str]]:
-    # The listing is taken in first: the master must not wait for removals to read on.
-    found = [key for key in keys if wanted(key)]
-    for start in range(0, len(found), BATCH):
-        yield found[start : start + BATCH]
+    """The wanted keys, :data:`BATCH` at a time. The listing is taken in first, to disk: the master must not wait for
+    removals to read on, and a store may have millions of keys."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as found:
+        found.writelines(f"{key}\n" for key in keys if wanted(key))
+        found.seek(0)
+        while batch := [line.rstrip("\n") for line in itertools.islice(found, BATCH)]:
+            yield batch
 
 
 def count_keys(metrics: str, namespace: str, timeout: float) -> Answer:

@@ -101,8 +101,9 @@ async def _act(
         replica, step = protocol.name_of(action), protocol.step_of(action)
         outcome = "done" if result.success else f"{result.reason}: {result.message}"
         told = (replica, step.value, result.reason) in known
+        waited_for = result.reason in protocol.WAITED_FOR
         logger.log(
-            logging.INFO if result.success else logging.DEBUG if told else logging.WARNING,
+            logging.INFO if result.success else logging.DEBUG if told or waited_for else logging.WARNING,
             "%s %s: %s",
             step.value,
             replica,
@@ -115,7 +116,7 @@ async def _act(
             await ctx.kube.event(policy, "ReplicaClosed", f"{replica}: {action_reason(action)}", "Warning")
         elif step is Step.ADMIT and result.success and _was_closed(action):
             await ctx.kube.event(policy, "ReplicaAdmitted", f"{replica} is admitted to epoch {epoch}")
-        elif not result.success and not told and result.reason not in protocol.WAITED_FOR:
+        elif not (result.success or told or waited_for):
             await ctx.kube.event(policy, "StepFailed", f"{step.value} {replica}: {result.reason}", "Warning")
     return results
 
