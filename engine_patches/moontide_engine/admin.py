@@ -414,6 +414,10 @@ class Commands:
             async with asyncio.timeout(body["timeoutSeconds"]), self._switching:
                 if gate.fence > mine:
                     return failure("Superseded", "a newer command came before the engine switched")
+                while gate.state is State.CLOSED and not (gate.in_flight == 0 and (await engine.probe()).idle):
+                    # What a close has ended at the gate may run on behind it for a moment.
+                    await self._pause_scheduler("abort")
+                    await asyncio.sleep(POLL_SECONDS)
                 await engine.switch(salt)
                 self._salt = salt
                 if gate.state is not State.OPEN:

@@ -728,6 +728,21 @@ async def test_a_salted_admission_needs_neither_drain_nor_reset(plane: Plane) ->
     assert plane.gate.stamp == Stamp(2, "v2")
 
 
+async def test_a_closed_engine_is_switched_when_what_ran_has_ended(plane: Plane) -> None:
+    await plane.succeed("admit", 1, version="v1", salt="uid/1")
+    await plane.succeed("resume", 1)
+    plane.app.release.clear()
+    request = plane.request()
+    await plane.settle()
+    plane.engine.running = 1
+    await plane.succeed("close", 1, reason="x")
+    plane.engine.calls.clear()
+    await plane.succeed("admit", 2, version="v2", salt="uid/2")
+    assert plane.engine.running == 0
+    assert plane.engine.calls.index("abort") < plane.engine.calls.index("switch")
+    await request.done()
+
+
 async def test_fence_moves_an_open_engine(plane: Plane) -> None:
     status, answer = await plane.command("fence", 1, version="v1", salt="uid/1")
     assert (status, answer["reason"]) == (409, "NotOpen")
