@@ -28,6 +28,7 @@ PREFIX = "/moontide/v1/"
 BODY_LIMIT = 64 * 1024
 MAX_SECONDS = 86_400.0
 STATUS_TIMEOUT = 2.0
+SILENT_SECONDS = 0.5
 ABORT_TIMEOUT = 10.0
 POLL_SECONDS = 0.01
 # Asking the workers makes each of them wait busily for a second (vLLM's shared-memory queue). An open engine's status
@@ -157,6 +158,7 @@ class Commands:
         # Pausing and resuming vLLM's scheduler: in the order in which the gate allowed them.
         self._scheduler = asyncio.Lock()
         self._switching = asyncio.Lock()
+        self._looking: tuple[float, asyncio.Task[tuple[Probe, str, list[RankQueue]]]] | None = None
         gate.listeners.append(self._on_change)
 
     @property
@@ -197,15 +199,14 @@ class Commands:
         weights: str | None = None
         queues: list[RankQueue] | None = None
         fault = ""
-        try:
-            async with asyncio.timeout(STATUS_TIMEOUT):
-                probe = await engine.probe()
-                weights = await engine.weights_version()
-                queues = await self._seen_queues()
-        except TimeoutError:
+        began, looking = self._look()
+        await asyncio.wait((looking,), timeout=max(began + STATUS_TIMEOUT - time.monotonic(), 0.0))
+        if not looking.done():
             fault = f"the engine did not answer within {STATUS_TIMEOUT:g} s"
-        except Exception as error:
+        elif error := looking.exception():
             fault = f"the engine failed: {type(error).__name__}: {error}"
+        else:
+            probe, weights, queues = looking.result()
         stamp = gate.stamp
         return {
             "bootId": gate.boot_id,
@@ -242,6 +243,20 @@ class Commands:
                 "reason": engine.live_fence_unsupported,
             },
         }
+
+    def _look(self) -> tuple[float, asyncio.Task[tuple[Probe, str, list[RankQueue]]]]:
+        """What status asks of the engine, and since when. Whoever asks an engine again that has been silent for a while
+        waits for the first question's answer, and hears the sooner that there is none."""
+
+        async def look() -> tuple[Probe, str, list[RankQueue]]:
+            return await self._engine.probe(), await self._engine.weights_version(), await self._seen_queues()
+
+        now = time.monotonic()
+        if self._looking is None or self._looking[1].done() or now - self._looking[0] < SILENT_SECONDS:
+            self._looking = now, asyncio.ensure_future(look())
+            # A failure that nobody is there to hear is no news.
+            self._looking[1].add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._looking
 
     async def _seen_queues(self) -> list[RankQueue]:
         """Store traffic for the status; of an open engine up to ``ATTACHED_SECONDS`` old."""

@@ -177,6 +177,42 @@ async def fan_out(items: list[T], call: Callable[[T], Awaitable[R]], limit: int 
     return good
 
 
+async def impatient(
+    items: list[T], call: Callable[[T], Awaitable[R]], late: Callable[[T], R | None], patience: float
+) -> list[R]:
+    """``call`` on each item side by side; results in the order of ``items``.
+
+    Once a first call has ended, the others have ``patience`` seconds left; then each is cancelled and has the result
+    ``late(item)``, or is waited for all the same where that is None. What a peer was told it goes on with: every call
+    must be one that may be repeated. The first exception of any call, in that order, is raised when all have ended.
+    """
+    tasks = [asyncio.ensure_future(call(item)) for item in items]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, timeout=patience)
+        instead = {task: late(item) for item, task in zip(items, tasks, strict=True) if not task.done()}
+        for task, result in instead.items():
+            if result is not None:
+                task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    good: list[R] = []
+    for task, outcome in zip(tasks, results, strict=True):
+        substitute = instead.get(task)
+        if isinstance(outcome, asyncio.CancelledError) and substitute is not None:
+            good.append(substitute)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            good.append(outcome)
+    return good
+
+
 def wipe_without_store(action: Wipe | Collect, fleet: Fleet) -> Result:
     """The result for a fleet whose removal needs no call: it has no pool, or the pool it names is missing."""
     if fleet.pool is None:

@@ -88,8 +88,11 @@ MAX_ADDRESSES = 2048
 LATE_SECONDS = 30.0
 """After the first collection: puts that were under way then have come or failed, so a second finds what they left."""
 
-WAITED_FOR = frozenset({"RequestsRunning", "KeysLeft"})
-"""Answers that are no fault of anybody: requests run on (``runningRequests: Wait``), or hold a lease on their keys."""
+STILL_WAITING = "StillWaiting"
+"""The result of a command whose answer the others did not wait for."""
+WAITED_FOR = frozenset({"RequestsRunning", "KeysLeft", STILL_WAITING})
+"""Results that are no fault of anybody: requests run on (``runningRequests: Wait``), or hold a lease on their keys, or
+an answer is not there yet. An engine that never answers is told by its status."""
 
 
 # -- which epoch -------------------------------------------------------------------------------------------------------
@@ -718,6 +721,8 @@ def record(status: PolicyVersionStatus, results: Iterable[Result], now: dt.datet
                     changes = {"swept_epoch": status.epoch}
                 members[action.fleet.uid] = member.model_copy(update=changes)
         name, step = name_of(action), step_of(action).value
+        if result.reason == STILL_WAITING:
+            continue
         if result.success or result.reason in WAITED_FOR:
             failures.pop(name, None)
             continue

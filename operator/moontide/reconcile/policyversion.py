@@ -8,7 +8,7 @@ import time
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
-from moontide.engines.client import collect, fan_out, send, wipe, wipe_without_store
+from moontide.engines.client import collect, fan_out, impatient, send, wipe, wipe_without_store
 from moontide.errors import Retry
 from moontide.kube.client import Resource
 from moontide.planning import protocol
@@ -34,6 +34,9 @@ REPLACE_GRACE_SECONDS = 1
 """Not 0: the pod object must outlive the process, or a frozen engine would be taken for gone."""
 TURN_SECONDS = 30.0
 """A reconcile returns after this long, so that the loop shows that it lives."""
+CALLS_AT_ONCE = 64
+PATIENCE_SECONDS = 1.0
+"""How long the replicas that are done with a step wait for the answers of those that are not."""
 UNMANAGED_EPOCH = 0
 
 
@@ -95,7 +98,13 @@ async def _act(
     """Carry the actions out side by side, one result each, in order. A failure that goes on is told once."""
     epoch = status.epoch
     known = {(failure.replica, failure.step, failure.reason) for failure in status.failures}
-    results: list[Result] = await fan_out(actions, lambda action: perform(ctx, policy.meta.namespace, action))
+    limit = asyncio.Semaphore(CALLS_AT_ONCE)
+
+    async def one(action: Action) -> Result:
+        async with limit:
+            return await perform(ctx, policy.meta.namespace, action)
+
+    results: list[Result] = await impatient(actions, one, _late, PATIENCE_SECONDS)
     for result in results:
         action = result.action
         replica, step = protocol.name_of(action), protocol.step_of(action)
@@ -119,6 +128,14 @@ async def _act(
         elif not (result.success or told or waited_for):
             await ctx.kube.event(policy, "StepFailed", f"{step.value} {replica}: {result.reason}", "Warning")
     return results
+
+
+def _late(action: Action) -> Result | None:
+    """What a command comes to that others do not wait for any longer; the next look tells what became of it."""
+    if not isinstance(action, Command):
+        return None
+    text = f"not yet, after {PATIENCE_SECONDS:g} s in which others were done"
+    return Result(action, False, protocol.STILL_WAITING, text)
 
 
 def _was_closed(action: Action) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from moontide.engines.client import Unanswered, collect, engine_status, fan_out, new_http_client, send, wipe
+from moontide.engines.client import Unanswered, collect, engine_status, fan_out, impatient, new_http_client, send, wipe
 from moontide.errors import Retry
 from moontide.planning.model import Collect, Command, EngineStatus, Fleet, Replica, Result, Step, Wipe
 
@@ -216,6 +217,41 @@ async def test_the_fan_out_is_bounded_and_keeps_the_order() -> None:
 
     assert await fan_out(list(range(50)), call, limit=5) == [2 * n for n in range(50)]
     assert most == 5
+
+
+async def test_who_is_done_does_not_wait_for_long() -> None:
+    ended: list[str] = []
+
+    async def call(name: str) -> str:
+        await asyncio.sleep({"quick": 0.0, "soon": 0.05, "never": 30.0, "needed": 0.3}[name])
+        ended.append(name)
+        return name
+
+    began = time.monotonic()
+    found = await impatient(
+        ["never", "quick", "soon", "needed"], call, lambda name: None if name == "needed" else f"{name}, late", 0.2
+    )
+    assert found == ["never, late", "quick", "soon", "needed"]
+    assert time.monotonic() - began < 5
+    assert ended == ["quick", "soon", "needed"]
+    assert await impatient([], call, lambda name: name, 0.2) == []
+
+
+async def test_the_impatient_raise_the_failure_itself_after_all_have_ended() -> None:
+    async def call(item: int) -> int:
+        if item == 1:
+            raise Retry(2.0, "the API server is busy")
+        await asyncio.sleep(30)
+        return item
+
+    with pytest.raises(Retry, match="busy"):
+        await impatient([1, 2], call, lambda item: item, 0.05)
+    # Cancelling it cancels what is under way.
+    task = asyncio.ensure_future(impatient([2, 3], call, lambda item: item, 0.05))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_a_fan_out_raises_the_failure_itself_after_all_have_ended() -> None:

@@ -503,6 +503,21 @@ async def test_the_workers_of_an_open_engine_are_not_woken_by_every_status(plane
     assert plane.engine.calls.count("queues") == 3
 
 
+async def test_a_silent_engine_is_waited_for_once(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moontide_engine.admin.STATUS_TIMEOUT", 0.2)
+    monkeypatch.setattr("moontide_engine.admin.SILENT_SECONDS", 0.1)
+    plane.engine.hang = 0.8
+    assert not (await plane.commands.status())["responsive"]
+    began = time.monotonic()
+    for _ in range(5):
+        assert not (await plane.commands.status())["responsive"]
+    assert time.monotonic() - began < 0.2
+    assert plane.engine.calls == ["probe"]
+    plane.engine.hang = 0
+    await asyncio.sleep(0.9)
+    assert (await plane.commands.status())["responsive"]
+
+
 async def test_status_of_an_engine_that_hangs_is_bounded_and_says_so(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from moontide.api.v1alpha1 import PolicyVersionSpec, PolicyVersionStatus
 from moontide.planning import protocol
-from moontide.planning.model import Command, Replace, Step, Wipe
+from moontide.planning.model import Command, Replace, Result, Step, Wipe
 from tests.unit.planning.world import StaleReadError, World
 
 
@@ -527,6 +527,19 @@ def test_a_hung_engine_costs_a_salted_fleet_its_timeout_and_is_closed_by_its_gat
     world.run()
     assert (hung.engine.state, hung.engine.epoch) == ("open", 2)
     world.serve()
+
+
+def test_an_answer_that_was_not_waited_for_neither_starts_nor_ends_a_failure() -> None:
+    world = bumped(fences=True)
+    world.pod(0).engine.core_hung = True
+    world.turn()
+    plan = world.turn()
+    since = world.status.failures[0].since
+    world.pass_time(1)
+    late = [Result(a, False, protocol.STILL_WAITING) for a in plan.actions]
+    after = protocol.record(world.status, late, world.now)
+    assert after.failures == world.status.failures
+    assert after.failures[0].since == since
 
 
 @pytest.mark.parametrize("failure", ["Isolate", "Replace"])
