@@ -131,8 +131,9 @@ async def _act(
 
 
 def _late(action: Action) -> Result | None:
-    """What a command comes to that others do not wait for any longer; the next look tells what became of it."""
-    if not isinstance(action, Command):
+    """What a command comes to that others do not wait for any longer; the next look tells what became of it. The
+    answers of other steps are waited for: they have the reason why it is not done."""
+    if not isinstance(action, Command) or not (action.step is Step.QUIESCE or action.replica.silent):
         return None
     text = f"not yet, after {PATIENCE_SECONDS:g} s in which others were done"
     return Result(action, False, protocol.STILL_WAITING, text)
