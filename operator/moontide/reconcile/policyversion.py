@@ -104,7 +104,7 @@ async def _act(
         async with limit:
             return await perform(ctx, policy.meta.namespace, action)
 
-    results: list[Result] = await impatient(actions, one, _late, PATIENCE_SECONDS)
+    results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS)
     for result in results:
         action = result.action
         replica, step = protocol.name_of(action), protocol.step_of(action)
@@ -130,7 +130,7 @@ async def _act(
     return results
 
 
-def _late(action: Action) -> Result | None:
+def substitute(action: Action) -> Result | None:
     """What a command comes to that others do not wait for any longer; the next look tells what became of it. The
     answers of other steps are waited for: they have the reason why it is not done."""
     if not isinstance(action, Command) or not (action.step is Step.QUIESCE or action.replica.silent):

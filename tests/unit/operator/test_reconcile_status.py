@@ -13,9 +13,10 @@ from kubernetes.aio import client as k8s
 from moontide.errors import InvalidSpec
 from moontide.kube.client import Resource, parse
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL
-from moontide.planning.model import EngineStatus, Fleet, Replica, StoreStatus
+from moontide.planning.model import Command, EngineStatus, Fleet, Replica, Step, StoreStatus, Wipe
 from moontide.reconcile import inferencedeployment as ifd
 from moontide.reconcile import kvcachepool as kvp
+from moontide.reconcile import policyversion
 from moontide.reconcile.context import Context
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
@@ -252,3 +253,13 @@ def test_fill_for_people() -> None:
     assert kvp.used(123, 1000) == "12 %"
     assert kvp.used(0, 0) == "0 %"
     assert kvp.used(None, 5) is None
+
+
+def test_the_answers_that_tell_why_a_step_is_not_done_are_waited_for() -> None:
+    replica = Replica("r", "u", "f", "10.0.0.1:8001", "c", True, status=_engine())
+    silent = Replica("s", "v", "f", "10.0.0.2:8001", "c", True, status=_engine(responsive=False, running=None))
+    for step in Step:
+        late = policyversion.substitute(Command(step, replica, 2))
+        assert (late is not None) == (step is Step.QUIESCE)
+        assert policyversion.substitute(Command(step, silent, 2)) is not None
+    assert policyversion.substitute(Wipe(Fleet("f", "u"))) is None
