@@ -131,7 +131,7 @@ def half_saved(fleet: kit.Fleet, late: kit.LateSaves, tag: str, rank: int) -> in
     """Run a prompt whose save one rank holds back, and return when the other one has done its own. Its keys."""
     late.hold(rank)
     assert fleet.replicas[0].complete(text(tag)).status == 200
-    kit.wait_for("the other rank's save", lambda: keys_of(fleet, 1 - rank) and fleet.settled(), 60)
+    kit.wait_for("the other rank's save", lambda: keys_of(fleet, 1 - rank) and fleet.settled(), 120)
     assert keys_of(fleet, rank) == 0
     return keys_of(fleet, 1 - rank)
 
@@ -603,10 +603,14 @@ def test_without_the_plugin_a_late_save_freezes_the_engine(stock: kit.Fleet, sta
         before = stream.chunks
         kit.wait_for("a stream that runs", lambda: stream.chunks > before + SOME, 60)
         answer = stock.pool.submit(stock_reset, stock.replicas[0])
-        time.sleep(AFTER)
+
+        def stands_still() -> bool:
+            before = stream.chunks
+            time.sleep(AFTER)
+            return stream.chunks == before
+
+        kit.wait_for("a stream that stands still", stands_still, 60)
         before = stream.chunks
-        time.sleep(AFTER)
-        assert stream.chunks == before
         assert not answer.done()
         stage.late.release()
         kit.wait_for("more of the stream", lambda: stream.chunks > before + SOME, 60)
