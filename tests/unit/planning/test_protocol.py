@@ -529,6 +529,25 @@ def test_a_hung_engine_costs_a_salted_fleet_its_timeout_and_is_closed_by_its_gat
     world.serve()
 
 
+def test_a_hung_engine_with_nothing_to_do_costs_nothing_and_is_closed_all_the_same() -> None:
+    world = bumped(fences=True, replicaTimeoutSeconds=20, onReplicaFailure="Isolate")
+    hung = world.pod(0)
+    hung.engine.core_hung = True
+    for _ in range(8):
+        world.turn()
+        world.pass_time(0.5)
+    assert world.condition("Current") == ("True", "Current")
+    assert (hung.engine.state, world.pod(1).engine.state) == ("paused", "open")
+    world.pass_time(20)
+    plan = world.turn()
+    assert plan.requeue_after <= protocol.POLL_SECONDS
+    assert (hung.engine.state, hung.engine.reason) == ("closed", "EngineUnresponsive")
+    hung.engine.core_hung = False
+    world.run()
+    assert (hung.engine.state, hung.engine.epoch) == ("open", 2)
+    world.serve()
+
+
 def test_an_answer_that_was_not_waited_for_neither_starts_nor_ends_a_failure() -> None:
     world = bumped(fences=True)
     world.pod(0).engine.core_hung = True
