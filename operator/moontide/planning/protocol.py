@@ -410,23 +410,24 @@ def _plain_after_wipe(view: View, replica: Replica) -> NextStep:
         return None
     if engine.state == "open":
         return view.quiesce(replica)
+    return _towards_open(view, replica, engine, emptied=True, blocked=False)
+
+
+def _towards_open(view: View, replica: Replica, engine: EngineStatus, *, emptied: bool, blocked: bool) -> NextStep:
+    """The next step of an engine in which nothing runs. ``emptied``: it must be drained and reset before it is
+    admitted; ``blocked``: it must not be resumed yet."""
     if replica.terminating and engine.state == "closed":
         return None
     if not view.weights_match(engine):
-        return _without_weights(view, replica, engine)
-    if not engine.drained:
+        closes = engine.state == "paused"
+        return view.short(Step.CLOSE, replica, reason="WaitingForWeights") if closes else Step.ADMIT
+    if emptied and not engine.drained:
         return view.long(Step.DRAIN, replica)
-    if not engine.clean:
+    if emptied and not engine.clean:
         return view.long(Step.RESET, replica)
     if engine.state == "closed" or engine.epoch != view.epoch:
         return view.admit(replica, engine)
-    return view.short(Step.RESUME, replica)
-
-
-def _without_weights(view: View, replica: Replica, engine: EngineStatus) -> NextStep:
-    if engine.state == "paused":
-        return view.short(Step.CLOSE, replica, reason="WaitingForWeights")
-    return Step.ADMIT
+    return Step.RESUME if blocked else view.short(Step.RESUME, replica)
 
 
 def _salted_step(view: View, replica: Replica, blocked: bool) -> NextStep:
@@ -449,17 +450,7 @@ def _salted_step(view: View, replica: Replica, blocked: bool) -> NextStep:
         return view.quiesce(replica, salted=True)
     if view.preparing:
         return None
-    if replica.terminating and engine.state == "closed":
-        return None
-    if not view.weights_match(engine):
-        return _without_weights(view, replica, engine)
-    if engine.state == "closed" or engine.epoch != view.epoch:
-        if not view.salts(engine) and not engine.drained:
-            return view.long(Step.DRAIN, replica)
-        if not view.salts(engine) and not engine.clean:
-            return view.long(Step.RESET, replica)
-        return view.admit(replica, engine)
-    return Step.RESUME if blocked else view.short(Step.RESUME, replica)
+    return _towards_open(view, replica, engine, emptied=not view.salts(engine), blocked=blocked)
 
 
 def _may_be_open_elsewhere(view: View, replica: Replica) -> bool:
