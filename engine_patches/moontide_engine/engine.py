@@ -93,7 +93,7 @@ class Engine(Protocol):
     async def reset_prefix(self, preempt: bool = False) -> bool:
         """Empty the local prefix cache of every rank, never the store. False while blocks are held.
 
-        ``preempt``: requests that run start over, so they hold none.
+        ``preempt``: requests that run start over; False while one of them still runs.
         """
 
     async def reset_encoder(self) -> None:
@@ -199,7 +199,9 @@ class VllmEngine:
 
     async def reset_prefix(self, preempt: bool = False) -> bool:
         """The local part alone, on every engine core."""
-        return all(answer is True for answer in await self._all("reset_prefix_cache", preempt, False))
+        if preempt:
+            return all(answer is True for answer in await self._all("moontide_start_over"))
+        return all(answer is True for answer in await self._all("reset_prefix_cache", False, False))
 
     async def reset_encoder(self) -> None:
         """On every engine core, which fans out to its workers."""

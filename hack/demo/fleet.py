@@ -129,25 +129,33 @@ class Replica:
             _sum(response.text, "vllm:external_prefix_cache_hits_total"),
         )
 
-    def command(self, path: str, body: Object | None = None, *, params: dict[str, str] | None = None) -> httpx.Response:
+    def command(
+        self,
+        path: str,
+        body: Object | None = None,
+        *,
+        params: dict[str, str] | None = None,
+        timeout: float = ASK_SECONDS,
+    ) -> httpx.Response:
         """POST to the admin port, whatever it answers."""
         headers = {"authorization": f"Bearer {self._token}"}
-        return self._http.post(f"{self.admin}{path}", json=body, params=params, headers=headers)
+        return self._http.post(f"{self.admin}{path}", json=body, params=params, headers=headers, timeout=timeout)
 
-    def look(self, path: str = "/moontide/v1/status") -> Object:
+    def look(self, path: str = "/moontide/v1/status", *, timeout: float = ASK_SECONDS) -> Object:
         """GET from the admin port. Raises httpx.HTTPError when that fails."""
-        response = self._http.get(f"{self.admin}{path}", headers={"authorization": f"Bearer {self._token}"})
+        headers = {"authorization": f"Bearer {self._token}"}
+        response = self._http.get(f"{self.admin}{path}", headers=headers, timeout=timeout)
         response.raise_for_status()
         found: Object = response.json()
         return found
 
-    def push_weights(self, path: str, version: str) -> float:
+    def push_weights(self, path: str, version: str, *, timeout: float = ASK_SECONDS) -> float:
         """Load weights into the running engine and label them, as a trainer does; gives seconds, raises on failure."""
         began = time.monotonic()
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        self.command("/collective_rpc", body).raise_for_status()
-        self.command("/update_weight_version", {"new_version": version}).raise_for_status()
-        reported = self.look("/weight_info")["weight_version"]
+        self.command("/collective_rpc", body, timeout=timeout).raise_for_status()
+        self.command("/update_weight_version", {"new_version": version}, timeout=timeout).raise_for_status()
+        reported = self.look("/weight_info", timeout=timeout)["weight_version"]
         if reported != version:
             raise RuntimeError(f"{self.name} reports weights {reported!r} after {version!r} was pushed")
         return time.monotonic() - began

@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from hack.demo.fleet import Answer, Replica
@@ -17,13 +17,21 @@ _PAUSE_AFTER_FAILURE_SECONDS = 0.1
 class Load:
     """Clients that ask one prompt after another, each of them every replica in turn, until the end of the block.
 
-    Every answer is recorded, failures too. ``hold`` keeps clients from sending anything new.
+    ``replicas`` may be a function: it is asked before each request which ones may be sent to. Every answer is recorded,
+    failures too. ``hold`` keeps clients from sending anything new.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], model: str, prompts: dict[int, str], *, clients: int = 4, seed: int = 1
+        self,
+        replicas: Sequence[Replica] | Callable[[], Sequence[Replica]],
+        model: str,
+        prompts: dict[int, str],
+        *,
+        clients: int = 4,
+        seed: int = 1,
     ) -> None:
-        self._replicas = list(replicas)
+        fixed = [] if callable(replicas) else list(replicas)
+        self._choose = replicas if callable(replicas) else lambda: fixed
         self._model = model
         self._prompts = prompts
         self._seed = seed
@@ -83,12 +91,16 @@ class Load:
             self._go.wait()
             if self._stop.is_set():
                 break
+            replicas = self._choose()
+            if not replicas:
+                time.sleep(_PAUSE_AFTER_FAILURE_SECONDS)
+                continue
             with self._idle:
                 if not self._go.is_set():
                     continue
                 self._busy += 1
             prompt = source.choice(list(self._prompts))
-            replica = self._replicas[turn % len(self._replicas)]
+            replica = replicas[turn % len(replicas)]
             answer = replica.ask(self._model, prompt, self._prompts[prompt])
             with self._idle:
                 self._answers.append(answer)

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from moontide_engine.jsonlog import log
 from moontide_engine.namespace import TAG_BYTES, tag
 from moontide_engine.patches import Patch, replace
 from moontide_engine.patches.probe import CORE, SCHEDULER, STORE
@@ -167,6 +168,22 @@ def switch(core: Any, epoch: str) -> dict[str, Any]:
     return dataclasses.asdict(done)
 
 
+def start_over(core: Any) -> bool:
+    """Utility of EngineCore: whatever runs is preempted, so that its KV is computed anew. True when nothing runs.
+
+    The local cache is emptied as far as nothing holds it. What may hold some of it after a ``switch`` are loads that
+    were dropped, and saves: neither is read in the new epoch, and while EngineCore keeps requests it takes no step in
+    which it could hear of their end.
+    """
+    scheduler = core.scheduler
+    try:
+        scheduler.reset_prefix_cache(True, False)
+    except RuntimeError as error:
+        # vLLM has preempted what runs before it says so.
+        log("blocks-held", message=str(error))
+    return not scheduler.running
+
+
 def _epoch_of(scheduler: Any) -> str:
     epoch: str = getattr(scheduler, "moontide_epoch", "")
     return epoch
@@ -246,7 +263,8 @@ def _install() -> None:
     replace(f"{CORE}.preprocess_add_request", _preprocess)
     replace(f"{CORE}.add_request", _add)
     replace(f"{SCHEDULER}._preempt_request", _preempt)
-    importlib.import_module("vllm.v1.engine.core").EngineCore.moontide_switch = switch
+    core = importlib.import_module("vllm.v1.engine.core").EngineCore
+    core.moontide_switch, core.moontide_start_over = switch, start_over
 
 
 PATCH = Patch(
@@ -256,6 +274,7 @@ PATCH = Patch(
         f"{CORE}.preprocess_add_request",
         f"{CORE}.add_request",
         f"{SCHEDULER}._preempt_request",
+        f"{SCHEDULER}.reset_prefix_cache",
         f"{SCHEDULER}._update_waiting_for_remote_kv",
         f"{SCHEDULER}._handle_blocked_waiting_request",
         _HASHER,

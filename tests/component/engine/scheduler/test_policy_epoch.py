@@ -11,7 +11,7 @@ import corekit as kit
 import pytest
 
 from moontide_engine import namespace
-from moontide_engine.patches import policy_epoch
+from moontide_engine.patches import policy_epoch, resume_safety
 
 
 @pytest.fixture(params=[kit.off("hashes do not know of policies"), kit.ON])
@@ -83,6 +83,35 @@ def test_a_load_under_way_is_discarded(tiny: Path, patched: bool, scheduling: bo
     core.run()
     assert core.tokens["loading"] == kit.cold("b", text, 4)
     assert core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 400
+
+
+def test_kept_requests_start_over_beside_a_load_under_way(tiny: Path, patched: bool, scheduling: bool) -> None:
+    """EngineCore takes no step while it keeps requests, so the load cannot end before the resume."""
+    store, text = kit.SimStore(load_steps=5), kit.prompt(1)
+    source = kit.Core(tiny, store=store, async_scheduling=scheduling)
+    core = kit.Core(tiny, store=store, async_scheduling=scheduling)
+    for each in (source, core):
+        change(each, "a", "p/1")
+    source.ask("old", text)
+    source.settle()
+    core.add("running", kit.prompt(2), 12)
+    core.step(3)
+    core.add("loading", text)
+    core.step(2)
+    states = {each.request_id: each.status.name for each in core.scheduler.requests.values()}
+    assert states == {"running": "RUNNING", "loading": "WAITING_FOR_REMOTE_KVS"}
+    core.core.pause_scheduler("keep", clear_cache=False)
+    change(core, "b", "p/2", transit=False)
+    begun = len(core.tokens["running"])
+    if patched:
+        assert core.core.moontide_start_over() is True
+    core.core.resume_scheduler()
+    with kit.installed(resume_safety.PATCH):
+        core.run()
+    assert core.tokens["loading"] == kit.cold("b", text, 4)
+    # What it has said is what it goes on from, now with the KV of the new weights.
+    said = core.tokens["running"][:begun]
+    assert core.tokens["running"][begun:] == kit.cold("b", [*kit.prompt(2), *said], 12 - begun)
 
 
 def test_a_request_hashed_before_the_switch_and_added_after_it(tiny: Path, patched: bool) -> None:
