@@ -137,6 +137,19 @@ class Wiper:
         self._master = master
         self._child: Child | None = None
         self._lock = threading.Lock()
+        self._terms: dict[str, int] = {}
+        self._terms_lock = threading.Lock()
+
+    def fenced(self, namespace: str, term: int) -> Answer | None:
+        """The refusal of a command whose term is lower than one seen before: its leader leads no more. Else None."""
+        with self._terms_lock:
+            known = self._terms.get(namespace, term)
+            self._terms[namespace] = max(known, term)
+        if term >= known:
+            return None
+        answer = {**_failure("Fenced", f"term {term} is over, {known} was seen"), "seconds": 0.0}
+        log("fenced", namespace=namespace, **answer)
+        return answer
 
     def wipe(self, namespace: str, timeout: float) -> Answer:
         """Remove the keys of a namespace within ``timeout`` seconds. Never raises for the store's faults."""
@@ -322,7 +335,10 @@ def make_server(config: Config, wiper: Wiper) -> ThreadingHTTPServer:
             if body is None:
                 return
             namespace, seconds = body["namespace"], float(body["timeoutSeconds"])
-            if collects:
+            refusal = wiper.fenced(namespace, body["term"])
+            if refusal is not None:
+                self._answer(200, refusal)
+            elif collects:
                 self._answer(200, wiper.collect(config.metrics, namespace, body["keep"], seconds))
             else:
                 self._answer(200, wiper.wipe(namespace, seconds))
@@ -387,8 +403,11 @@ def check_body(body: object) -> str:
     """What is wrong with the body of a wipe, empty if nothing is."""
     if not isinstance(body, dict):
         return "the body is not a JSON object"
-    if unknown := sorted(set(body) - {"namespace", "timeoutSeconds"}):
-        return f"unknown field {', '.join(map(repr, unknown))}; known: namespace, timeoutSeconds"
+    if unknown := sorted(set(body) - {"term", "namespace", "timeoutSeconds"}):
+        return f"unknown field {', '.join(map(repr, unknown))}; known: term, namespace, timeoutSeconds"
+    term = body.get("term")
+    if not isinstance(term, int) or isinstance(term, bool) or term < 0:
+        return "field 'term' must be a whole number from 0: the term of the leader that sends it"
     if not is_namespace(body.get("namespace")):
         return "field 'namespace' must be letters, digits, dot, dash and underscore"
     seconds = body.get("timeoutSeconds")

@@ -58,6 +58,7 @@ def test_dead_master_costs_no_pause_and_old_keys_go_when_it_is_back(
     for number, text in prompts.items():
         assert fleet.replicas()[0].ask(fleet.model, number, text).status == 200
     epoch = int(fleet.get_policy()["status"]["epoch"])
+    boots = [each.look()["bootId"] for each in fleet.replicas()]
     dead = fleet.store().pod
     # An image that does not exist keeps the master away after the kill, once the Deployment knows of it: killed before
     # that, it would come back with the good image, empty, and the change would rightly finish.
@@ -110,6 +111,22 @@ def test_dead_master_costs_no_pause_and_old_keys_go_when_it_is_back(
     )
     answers = [each.ask(fleet.model, number, text) for each in fleet.replicas() for number, text in prompts.items()]
     _all_right(answers, references, version, epoch + 1)
+    # The master has another pod, with another address, and knows nobody: engines find it by its Service's name.
+    assert fleet.store().pod["metadata"]["uid"] != dead["metadata"]["uid"]
+    first, second, *_ = fleet.replicas()
+
+    def shared() -> int | None:
+        """A prompt that nobody has asked yet is a hit on the second replica once the first has stored it."""
+        number, before = len(found), second.counters().external
+        text = f"{number} " + prompts[0]
+        found.append(text)
+        assert first.ask(fleet.model, 0, text).status == second.ask(fleet.model, 0, text).status == 200
+        return second.counters().external - before or None
+
+    found: list[str] = []
+    hits = wait(shared, BACK_SECONDS, "replicas to share KV through the new master", every=2.0)
+    print(f"through the new master {hits} tokens were shared, at attempt {len(found)}; no engine restarted")
+    assert [each.look()["bootId"] for each in fleet.replicas()] == boots
 
 
 def _operator_pod(kube: Kube) -> Object:

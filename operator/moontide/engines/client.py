@@ -110,24 +110,31 @@ async def send(http: httpx.AsyncClient, command: Command, token: str, term: int)
     return _result(command, answer, started)
 
 
-async def wipe(http: httpx.AsyncClient, action: Wipe, url: str, token: str) -> Result:
+async def wipe(http: httpx.AsyncClient, action: Wipe, url: str, token: str, term: int) -> Result:
     """Remove the fleet's keys, then verify: only a second removal that finds nothing proves it.
 
-    ``url`` is the wiper's base. ``removed`` counts the keys of the first removal.
+    ``url`` is the wiper's base, ``term`` this leader's: the wiper refuses lower ones. ``removed`` counts the keys of
+    the first removal.
     """
     started = time.monotonic()
-    body = {"namespace": action.fleet.uid, "timeoutSeconds": action.timeout_seconds}
+    body = {"term": term, "namespace": action.fleet.uid, "timeoutSeconds": action.timeout_seconds}
     seconds = action.timeout_seconds + MARGIN_SECONDS
     return await _twice(http, action, f"{url}/moontide/v1/wipe", token, seconds, body, started)
 
 
-async def collect(http: httpx.AsyncClient, action: Collect, url: str, token: str) -> Result:
+async def collect(http: httpx.AsyncClient, action: Collect, url: str, token: str, term: int) -> Result:
     """Remove the fleet's keys of epochs that are over, then verify: a second collection must find none.
 
-    ``url`` is the wiper's base. ``removed`` counts the keys of the first. Keys in use are ``KeysLeft``: try again.
+    ``url`` and ``term``: see :func:`wipe`. ``removed`` counts the keys of the first. Keys in use are ``KeysLeft``: try
+    again.
     """
     started = time.monotonic()
-    body = {"namespace": action.fleet.uid, "keep": list(action.keep), "timeoutSeconds": action.timeout_seconds}
+    body = {
+        "term": term,
+        "namespace": action.fleet.uid,
+        "keep": list(action.keep),
+        "timeoutSeconds": action.timeout_seconds,
+    }
     seconds = action.timeout_seconds + MARGIN_SECONDS
     return await _twice(http, action, f"{url}/moontide/v1/collect", token, seconds, body, started)
 

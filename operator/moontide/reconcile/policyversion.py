@@ -152,7 +152,7 @@ def action_reason(action: Action) -> str:
 async def perform(ctx: Context, namespace: str, action: Action) -> Result:
     """Carry one action out. What peers do is in the result; the API server's refusals are there too."""
     started = time.monotonic()
-    ctx.term()  # A wipe carries no term: whoever leads no more ends here.
+    ctx.term()  # Whoever leads no more ends here.
     try:
         if isinstance(action, Replace):
             pod = action.replica
@@ -165,8 +165,8 @@ async def perform(ctx: Context, namespace: str, action: Action) -> Result:
             host = naming.service_host(naming.master(fleet.pool), namespace)
             url, token = f"http://{host}:{naming.WIPER_PORT}", ctx.tokens.derive(fleet.pool_uid)
             if isinstance(action, Collect):
-                return await collect(ctx.http, action, url, token)
-            return await wipe(ctx.http, action, url, token)
+                return await collect(ctx.http, action, url, token, ctx.term())
+            return await wipe(ctx.http, action, url, token, ctx.term())
         if action.step is Step.ADMIT:
             refused = await _mark(ctx, namespace, action)
             if refused is not None:

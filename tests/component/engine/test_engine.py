@@ -593,7 +593,7 @@ class WiperClient:
         return answer is not None and answer.status_code == 200
 
     def wipe(self, namespace: str = kit.NAMESPACE, seconds: float = 10) -> dict[str, Any]:
-        body = {"namespace": namespace, "timeoutSeconds": seconds}
+        body = {"term": 1, "namespace": namespace, "timeoutSeconds": seconds}
         headers = {"authorization": f"Bearer {kit.TOKEN}"}
         answer = httpx.post(f"{self._base}/moontide/v1/wipe", json=body, headers=headers, timeout=30)
         assert answer.status_code == 200
@@ -601,7 +601,7 @@ class WiperClient:
         return parsed
 
     def collect(self, keep: list[str], seconds: float = 10) -> dict[str, Any]:
-        body = {"namespace": kit.NAMESPACE, "keep": keep, "timeoutSeconds": seconds}
+        body = {"term": 1, "namespace": kit.NAMESPACE, "keep": keep, "timeoutSeconds": seconds}
         headers = {"authorization": f"Bearer {kit.TOKEN}"}
         answer = httpx.post(f"{self._base}/moontide/v1/collect", json=body, headers=headers, timeout=30)
         assert answer.status_code == 200

@@ -159,7 +159,7 @@ async def wiped(*removals: dict[str, Any]) -> tuple[Result, FaultyPeer]:
     answers = iter(removals)
     async with FaultyPeer(lambda path, body: (200, json.dumps(next(answers)).encode())).running() as peer:
         async with new_http_client() as http:
-            return await wipe(http, Wipe(FLEET, 2.0), f"http://{peer.address}", "t"), peer
+            return await wipe(http, Wipe(FLEET, 2.0), f"http://{peer.address}", "t", 3), peer
 
 
 async def test_a_wipe_is_verified_by_a_second_removal_that_finds_nothing() -> None:
@@ -187,13 +187,14 @@ async def collected(*removals: dict[str, Any]) -> tuple[Result, FaultyPeer]:
     answers = iter(removals)
     async with FaultyPeer(lambda path, body: (200, json.dumps(next(answers)).encode())).running() as peer:
         async with new_http_client() as http:
-            return await collect(http, Collect(FLEET, ("policy/2",), 2.0), f"http://{peer.address}", "t"), peer
+            return await collect(http, Collect(FLEET, ("policy/2",), 2.0), f"http://{peer.address}", "t", 3), peer
 
 
 async def test_a_collection_is_verified_by_a_second_one_that_finds_nothing() -> None:
     result, peer = await collected({"success": True, "removed": 7, "left": 0}, {"success": True, "removed": 0})
     assert (result.success, result.reason, result.removed) == (True, "Verified", 7)
-    assert [(path, body["keep"]) for path, body, _ in peer.seen] == [("/moontide/v1/collect", ["policy/2"])] * 2
+    told = [(path, body["keep"], body["term"]) for path, body, _ in peer.seen]
+    assert told == [("/moontide/v1/collect", ["policy/2"], 3)] * 2
 
 
 async def test_keys_in_use_are_counted_and_left_for_another_time() -> None:

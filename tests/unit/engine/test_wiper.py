@@ -172,7 +172,7 @@ def base(store: Store, wiper: Wiper, tmp_path: Path) -> Iterator[str]:
 def test_http(base: str, store: Store) -> None:
     store.behave(remove="5")
     assert call(f"{base}/healthz", token=None) == (200, {"ok": True})
-    body = b'{"namespace": "ns", "timeoutSeconds": 10}'
+    body = b'{"term": 1, "namespace": "ns", "timeoutSeconds": 10}'
     for token in ("t1", "t2"):
         status, answer = call(f"{base}/moontide/v1/wipe", body, token)
         assert (status, answer["success"], answer["removed"]) == (200, True, 5)
@@ -195,19 +195,41 @@ def test_http_needs_the_token(base: str, store: Store, token: str | None, path: 
         b"",
         b"[]",
         b"{",
-        b'{"namespace": "ns"}',
-        b'{"timeoutSeconds": 1}',
-        b'{"namespace": "", "timeoutSeconds": 1}',
-        b'{"namespace": ".*", "timeoutSeconds": 1}',
-        b'{"namespace": "ns", "timeoutSeconds": 0}',
-        b'{"namespace": "ns", "timeoutSeconds": true}',
-        b'{"namespace": "ns", "timeoutSeconds": 1, "force": true}',
+        b'{"term": 1, "namespace": "ns"}',
+        b'{"term": 1, "timeoutSeconds": 1}',
+        b'{"term": 1, "namespace": "", "timeoutSeconds": 1}',
+        b'{"term": 1, "namespace": ".*", "timeoutSeconds": 1}',
+        b'{"term": 1, "namespace": "ns", "timeoutSeconds": 0}',
+        b'{"term": 1, "namespace": "ns", "timeoutSeconds": true}',
+        b'{"term": 1, "namespace": "ns", "timeoutSeconds": 1, "force": true}',
+        b'{"namespace": "ns", "timeoutSeconds": 1}',
+        b'{"term": true, "namespace": "ns", "timeoutSeconds": 1}',
+        b'{"term": -1, "namespace": "ns", "timeoutSeconds": 1}',
     ],
 )
 def test_http_refuses_other_bodies(base: str, store: Store, body: bytes) -> None:
     status, answer = call(f"{base}/moontide/v1/wipe", body)
     assert (status, answer["success"], answer["reason"]) == (400, False, "BadRequest")
     assert store.log == []
+
+
+@pytest.mark.parametrize("route", ["wipe", "collect"])
+def test_a_leader_of_the_past_removes_nothing(base: str, store: Store, route: str) -> None:
+    def ask(term: int, namespace: str = "ns") -> str:
+        keep = ', "keep": ["p/1"]' if route == "collect" else ""
+        body = f'{{"term": {term}, "namespace": "{namespace}", "timeoutSeconds": 1{keep}}}'
+        status, answer = call(f"{base}/moontide/v1/{route}", body.encode())
+        assert status == 200
+        return str(answer["reason"])
+
+    assert ask(7) != "Fenced"
+    assert ask(7) != "Fenced"
+    before = list(store.log)
+    assert ask(6) == "Fenced"
+    assert store.log == before
+    assert ask(6, "another") != "Fenced", "each namespace has leaders of its own"
+    assert ask(8) != "Fenced"
+    assert ask(7) == "Fenced"
 
 
 @contextlib.contextmanager
@@ -287,7 +309,7 @@ def test_a_dead_store_or_listing_is_no_success(store: Store, wiper: Wiper) -> No
 @pytest.mark.parametrize("keep", ["", "[]", '""', '"p/1"', "[1]", '[""]', str(["p"] * 17).replace("'", '"')])
 def test_http_collects_nothing_without_an_epoch_to_keep(base: str, store: Store, keep: str) -> None:
     named = f'"keep": {keep}, ' if keep else ""
-    body = f'{{{named}"namespace": "ns", "timeoutSeconds": 1}}'.encode()
+    body = f'{{{named}"term": 1, "namespace": "ns", "timeoutSeconds": 1}}'.encode()
     status, answer = call(f"{base}/moontide/v1/collect", body)
     assert (status, answer["reason"]) == (400, "BadRequest")
     assert "'keep'" in answer["message"]
