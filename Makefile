@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 CLUSTER ?= local
 
-.PHONY: help setup demo test test-unit lint crds cluster-up cluster-down images clean
+.PHONY: help setup demo oracle test test-unit lint crds cluster-up cluster-down images clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -17,6 +17,9 @@ demo: ## cluster, operator, two engines, one store, a verified policy change und
 
 test: ## every test there is: lint, unit, component, integration, end to end
 	python3 -m hack.test $(STAGES)
+
+oracle: ## the long oracle: changes under faults, three replicas, every answer checked (about 40 minutes)
+	$(PYTHON) -m tests.e2e.oracle $(ARGS)
 
 test-unit: ## the tests that need nothing but Python (seconds)
 	$(PYTHON) -m pytest -q tests/unit

@@ -23,32 +23,12 @@ from hack.demo.cold import References
 from hack.demo.fleet import Fleet
 from hack.demo.install import Target
 from hack.demo.kube import wait
-from tests.e2e.oracle.arms import FanOutArm, MoontideArm, Outcome, end_stock_fleet, stock_fleet
+from tests.e2e.oracle.arms import FanOutArm, MoontideArm, Outcome, complaints, end_stock_fleet, stock_fleet
 from tests.e2e.oracle.clients import Router
 from tests.e2e.oracle.disturbances import SCHEDULE, Fault
 
 ARMS = ("Barrier", "Fence", "fan-out")
 START_SECONDS = 400.0
-LEFT_OUT_SHARE = 0.05
-
-
-def complaints(outcome: Outcome, least_checked: int) -> list[str]:
-    """What is wrong with an arm; empty when nothing is."""
-    verdict, found = outcome.verdict, []
-    if outcome.arm == "plain fan-out":
-        return [] if verdict.stale else ["the plain fan-out left nothing stale: the oracle is too weak to trust"]
-    found += [f"{outcome.arm}: {each}" for each in outcome.trouble]
-    if verdict.stale:
-        found.append(f"{outcome.arm}: {len(verdict.stale)} stale answers")
-    if verdict.checked < least_checked:
-        found.append(f"{outcome.arm}: {verdict.checked} answers checked, {least_checked} are wanted")
-    if 2 * verdict.cached < verdict.checked:
-        found.append(f"{outcome.arm}: fewer than half of the checked answers began with a cache hit")
-    if verdict.left_out_share > LEFT_OUT_SHARE:
-        found.append(f"{outcome.arm}: {verdict.left_out_share:.1%} of the answers were left out")
-    if outcome.arm == "Barrier" and verdict.in_transit:
-        found.append(f"Barrier: {verdict.in_transit} answers claim no version")
-    return found
 
 
 def main() -> int:

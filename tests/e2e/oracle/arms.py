@@ -27,6 +27,7 @@ CURRENT_SECONDS = 150.0
 PUSH_SECONDS = 20.0
 LOOK_SECONDS = 3.0
 CLIENTS = 6
+LEFT_OUT_SHARE = 0.05
 BASE_SPEC: Object = {
     "preparing": None,
     "runningRequests": "Wait",
@@ -123,6 +124,25 @@ class Outcome:
                 for each in self.rounds
             ],
         }
+
+
+def complaints(outcome: Outcome, least_checked: int) -> list[str]:
+    """What is wrong with an arm; empty when nothing is."""
+    verdict, found = outcome.verdict, []
+    if outcome.arm == "plain fan-out":
+        return [] if verdict.stale else ["the plain fan-out left nothing stale: the oracle is too weak to trust"]
+    found += [f"{outcome.arm}: {each}" for each in outcome.trouble]
+    if verdict.stale:
+        found.append(f"{outcome.arm}: {len(verdict.stale)} stale answers")
+    if verdict.checked < least_checked:
+        found.append(f"{outcome.arm}: {verdict.checked} answers checked, {least_checked} are wanted")
+    if 2 * verdict.cached < verdict.checked:
+        found.append(f"{outcome.arm}: fewer than half of the checked answers began with a cache hit")
+    if verdict.left_out_share > LEFT_OUT_SHARE:
+        found.append(f"{outcome.arm}: {verdict.left_out_share:.1%} of the answers were left out")
+    if outcome.arm == "Barrier" and verdict.in_transit:
+        found.append(f"Barrier: {verdict.in_transit} answers claim no version")
+    return found
 
 
 class _Stage:

@@ -59,20 +59,6 @@ class Trainer:
             load.release()
         return epoch
 
-    def prepared_change(self) -> float:
-        """The same with prepare and commit, which promise something for every answer; the pause in seconds (0: none).
-
-        No window is opened: whatever an answer claims must be so, under load, all the way.
-        """
-        version = int(self.fleet.get_policy()["spec"]["version"]) + 1
-        self.by_version[str(version)] = self.references[side_of(version)]
-        self.fleet.prepare(version, CURRENT_SECONDS)
-        push_weights(self.fleet.replicas(), MODELS[side_of(version)], str(version))
-        self.fleet.commit(version)
-        policy = self.fleet.until_current(str(version), CURRENT_SECONDS)
-        self.epochs.append(int(policy["status"]["epoch"]))
-        return float(policy["status"]["lastUpdate"].get("pauseSeconds") or 0.0)
-
 
 def plain_fanout(replicas: Sequence[Replica], side: str, *, external: bool) -> None:
     """What trainers do without Moontide: new weights, then every replica's reset in parallel, the bodies ignored."""
