@@ -324,12 +324,13 @@ class MoontideArm:
         together(self._router.all, lambda each: each.push_weights(path, str(version), timeout=PUSH_SECONDS))
 
     def _heal(self, version: str) -> None:
-        """Give closed replicas the weights that they wait for."""
-        path = MODELS[side_of(int(version))]
+        """Give replicas that do not serve ``version`` the weights that they wait for."""
+        path, epoch = MODELS[side_of(int(version))], int(self._fleet.get_policy()["status"]["epoch"])
 
         def one(replica: Replica) -> None:
             seen = replica.look(timeout=LOOK_SECONDS)
-            if seen["state"] == "closed" and seen["responsive"] and seen["weightsVersion"] != version:
+            serves = seen["state"] == "open" and seen["epoch"] == epoch
+            if not serves and seen["responsive"] and seen["weightsVersion"] != version:
                 replica.push_weights(path, version, timeout=PUSH_SECONDS)
 
         together(self._router.all, one)

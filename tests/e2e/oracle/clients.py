@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ class Router:
     def _refresh(self) -> None:
         try:
             found = list(self._pods())
-        except (KubeError, OSError):
+        except (KubeError, OSError, ValueError, subprocess.SubprocessError):
             return  # The API server is one of the things that are stopped here.
         with self._lock:
             self._all = found
