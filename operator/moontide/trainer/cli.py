@@ -6,14 +6,12 @@ exit status: 0 done; 1 refused, not found or superseded; 2 wrong arguments; 3 no
 from __future__ import annotations
 
 import argparse
-import datetime as dt
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from moontide.trainer import table
+from moontide.trainer import table, verbs
 from moontide.trainer.access import Access, find
 from moontide.trainer.errors import (
     ApiUnavailable,
@@ -24,16 +22,12 @@ from moontide.trainer.errors import (
 )
 from moontide.trainer.kube import Api
 from moontide.trainer.policy import Policy, label_of
-from moontide.trainer.steps import Change, Steps, Target, change, read, until_current, until_prepared
+from moontide.trainer.steps import Steps, Target, read, until_current, until_prepared
 
 DONE, FAILED, WRONG, LATE, INTERRUPTED = 0, 1, 2, 3, 130
 WAIT_SECONDS = 300.0
 _CALL_SECONDS = 30.0
 _PROGRAM = "kubectl moontide"
-
-
-class Refused(MoontideError):
-    """The policy is in a state in which the command would do harm, or nothing."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -130,25 +124,6 @@ def _until(target: Target, seconds: float = _CALL_SECONDS) -> float:
     return target.clock() + seconds
 
 
-def _not_preparing(target: Target, policy: Policy, what: str) -> None:
-    """Raise Refused while a trainer may be pushing weights."""
-    if policy.preparing is not None:
-        raise Refused(
-            f"version {policy.preparing} of {target} is being prepared, and {what} would begin that anew; first: "
-            f"{target.command('commit')}, or: {target.command('abort')}"
-        )
-
-
-def _merged(target: Target, spec_of: Callable[[Policy], dict[str, object]]) -> Steps[Policy]:
-    """Read, decide, and write what was decided on just that."""
-    until = _until(target)
-    while True:
-        policy = yield from read(target, until)
-        done = yield from change(target, spec_of(policy), until, seen=policy)
-        if done is not None:
-            return done
-
-
 def _told(target: Target, text: str, policy: Policy) -> None:
     _out(f"{target}: {text}")
     if policy.spec.get("suspend"):
@@ -168,29 +143,19 @@ def _finished(target: Target, policy: Policy) -> None:
 
 
 def _bump(options: argparse.Namespace, target: Target) -> Steps[None]:
+    policy = yield from verbs.bump(target, options.version, _until(target))
     label = label_of(options.version)
-
-    def spec(policy: Policy) -> dict[str, object]:
-        if policy.preparing == label:
-            raise Refused(f"version {label} of {target} is being prepared; write: {target.command('commit')}")
-        _not_preparing(target, policy, "another version")
-        # 7 and "7" are the same version: written again in the other form it would only raise the generation.
-        return {} if policy.version == label else {"version": options.version}
-
-    policy = yield from _merged(target, spec)
     _told(target, f"spec.version is {label}", policy)
     yield from _settled(options, target, label)
 
 
 def _prepare(options: argparse.Namespace, target: Target) -> Steps[None]:
     until = _until(target, options.timeout)
-    ahead = Change(target, options.version)
-    policy = yield from ahead.ask(until)
-    if policy.version == ahead.label:
-        raise Refused(f"version {ahead.label} is spec.version of {target} already; prepare the next one")
-    _told(target, f"spec.preparing is {ahead.label}", policy)
+    policy = yield from verbs.prepare(target, options.version, until)
+    label = label_of(options.version)
+    _told(target, f"spec.preparing is {label}", policy)
     if options.wait:
-        _ready(target, (yield from until_prepared(target, ahead.label, until)))
+        _ready(target, (yield from until_prepared(target, label, until)))
 
 
 def _ready(target: Target, policy: Policy) -> None:
@@ -201,48 +166,21 @@ def _ready(target: Target, policy: Policy) -> None:
             _out(f"  {fleet['name']}  {address}  token in Secret {fleet['tokenSecret']}")
 
 
-def _preparing(target: Target, policy: Policy) -> str:
-    """The version that is being prepared. Raises Refused."""
-    if policy.preparing is None:
-        raise Refused(f"no version of {target} is being prepared; write: {target.command('prepare', ' VERSION')}")
-    return policy.preparing
-
-
 def _commit(options: argparse.Namespace, target: Target) -> Steps[None]:
-    policy = yield from read(target, _until(target))
-    label = _preparing(target, policy)
-    if not policy.is_prepared(label):
-        lost = policy.is_over(label)
-        then = target.command("abort") if lost else target.command("wait", " --for prepared")
-        raise Refused(
-            f"version {label} of {target} is not prepared ({policy.condition('Prepared').reason}), so nothing is "
-            f"committed; write: {then}"
-        )
-    yield from Change(target, policy.spec["preparing"]).commit(int(policy.preparation["epoch"]), _until(target))
+    policy = yield from verbs.commit(target, _until(target))
+    label = str(policy.preparing)
     _told(target, f"spec.version is {label}", policy)
     yield from _settled(options, target, label)
 
 
 def _abort(options: argparse.Namespace, target: Target) -> Steps[None]:
-    before: list[str | None] = []
-
-    def spec(policy: Policy) -> dict[str, object]:
-        before.append(policy.preparing)
-        return {"preparing": None}
-
-    yield from _merged(target, spec)
-    label = before[-1]
+    label = yield from verbs.abort(target, _until(target))
     _out(f"{target}: " + ("nothing was being prepared" if label is None else f"version {label} is aborted"))
 
 
 def _reset(options: argparse.Namespace, target: Target) -> Steps[None]:
-    nonce = f"{dt.datetime.now(dt.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
-
-    def spec(policy: Policy) -> dict[str, object]:
-        _not_preparing(target, policy, "a reset")
-        return {"resetNonce": nonce}
-
-    policy = yield from _merged(target, spec)
+    nonce = verbs.new_nonce()
+    policy = yield from verbs.reset(target, nonce, _until(target))
     _told(target, f"spec.resetNonce is {nonce}", policy)
     yield from _settled(options, target, str(policy.version))
 
@@ -251,7 +189,7 @@ def _wait(options: argparse.Namespace, target: Target) -> Steps[None]:
     until = _until(target, options.timeout)
     policy = yield from read(target, until)
     if options.what == "prepared":
-        _ready(target, (yield from until_prepared(target, _preparing(target, policy), until)))
+        _ready(target, (yield from until_prepared(target, verbs.preparing(target, policy), until)))
     else:
         _finished(target, (yield from until_current(target, str(policy.version), until)))
 

@@ -35,6 +35,10 @@ class PolicyNotFound(MoontideError):
     """There is no such PolicyVersion."""
 
 
+class Refused(MoontideError):
+    """The policy is in a state in which the command would do harm, or nothing."""
+
+
 class PrepareFailed(MoontideError):
     """The fleets were not made ready for new weights. ``reason`` is one word: Busy, Suspended, Expired, ..."""
 
