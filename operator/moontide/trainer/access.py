@@ -1,4 +1,4 @@
-"""How to reach an API server: the service account of this pod, or a kubeconfig."""
+"""How to reach an API server, by a pod's service account or a kubeconfig; or an operator's hook in its place."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import json
 import os
 import ssl
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moontide.trainer.errors import AccessError
+from moontide.trainer.steps import PATIENCE_SECONDS, Target
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+HOOK, HOOK_TOKEN_FILE, HOOK_CA_FILE = "MOONTIDE_HOOK", "MOONTIDE_HOOK_TOKEN_FILE", "MOONTIDE_HOOK_CA_FILE"
 _TOKEN_ADVICE = (
     "use a token instead: kubectl config set-credentials moontide --token=$(kubectl create token SERVICEACCOUNT), "
     "and a context with that user"
@@ -24,10 +26,11 @@ _TOKEN_ADVICE = (
 
 @dataclass(frozen=True)
 class Access:
-    """An API server and who we are to it. Its ``repr`` does not show the token."""
+    """An API server, or a hook, and who we are to it. Its ``repr`` does not show the token."""
 
     server: str
     namespace: str
+    """Where policies are that are named without a namespace; empty: nowhere."""
     origin: str
     """Where this comes from, for people."""
     tls: ssl.SSLContext | None = None
@@ -36,6 +39,14 @@ class Access:
     """Read for each request: the kubelet replaces tokens before they expire."""
     tls_name: str = ""
     proxy: str | None = None
+    hook: bool = False
+
+    def target(self, name: str, namespace: str | None = None, say: Callable[[str], None] = lambda _: None) -> Target:
+        """A policy there. Raises AccessError, BadName."""
+        if not (namespace or self.namespace):
+            raise AccessError(f"{self.origin} is of no namespace: give the policy's, as namespace=, or with -n")
+        patience = PATIENCE_SECONDS if self.hook else 0.0
+        return Target(namespace or self.namespace, name, say, hook=self.hook, patience=patience)
 
     def headers(self) -> dict[str, str]:
         """Who we are, for one request. Raises AccessError."""
@@ -52,14 +63,28 @@ def find(
     kubeconfig: str | os.PathLike[str] | None = None,
     context: str | None = None,
     *,
+    hook: str | None = None,
+    token: str | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    ca_file: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
     service_account: Path = SERVICE_ACCOUNT,
 ) -> Access:
-    """The first of: ``kubeconfig``, or the files that $KUBECONFIG names; this pod's service account; ~/.kube/config.
+    """The first of: ``hook``, or ``kubeconfig``; the hook that $MOONTIDE_HOOK names; the files that $KUBECONFIG names;
+    this pod's service account; ~/.kube/config.
 
     With a ``context`` only kubeconfigs count. Raises AccessError.
     """
     environ = os.environ if environ is None else environ
+    explicit = kubeconfig is not None or context is not None
+    if hook is not None and explicit:
+        raise AccessError("a hook and a kubeconfig (or its context) are two ways to one policy: give one of them")
+    url = hook or ("" if explicit else environ.get(HOOK, "").strip())
+    if url:
+        files = token_file or environ.get(HOOK_TOKEN_FILE), ca_file or environ.get(HOOK_CA_FILE)
+        return _hook(url, token, *files, service_account)
+    if token or token_file or ca_file:
+        raise AccessError(f"a token alone reaches nothing: give the hook's URL, too, as hook=, --hook or ${HOOK}")
     default = Path(environ.get("HOME") or Path.home()) / ".kube" / "config"
     if kubeconfig is not None:
         return _from_kubeconfig([Path(kubeconfig)], context)
@@ -72,6 +97,37 @@ def find(
     raise AccessError(
         f"no cluster is known: this is no pod with a service account, $KUBECONFIG is empty and {default} does not "
         "exist; set KUBECONFIG, or give a kubeconfig"
+    )
+
+
+def _hook(
+    url: str,
+    token: str | None,
+    token_file: str | os.PathLike[str] | None,
+    ca_file: str | os.PathLike[str] | None,
+    service_account: Path,
+) -> Access:
+    where = f"the hook {url}"
+    if not url.startswith(("https://", "http://")):
+        raise AccessError(f"{where} is no URL; write https://host:port")
+    if not (token or token_file):
+        raise AccessError(
+            f"{where} wants a token: give token= or token_file=, --hook-token-file or ${HOOK_TOKEN_FILE}; one is made "
+            "with: kubectl create token SERVICEACCOUNT -n NAMESPACE --audience moontide"
+        )
+    try:
+        authority = Path(ca_file).read_bytes() if ca_file else None
+    except OSError as error:
+        raise AccessError(f"{where}: the file of its authority cannot be read: {error}") from error
+    namespace = service_account / "namespace"
+    return Access(
+        server=url.rstrip("/"),
+        namespace=namespace.read_text().strip() if namespace.exists() else "",
+        origin=where,
+        tls=_tls(where, authority) if url.startswith("https://") else None,
+        token=(token or "").strip(),
+        token_file=Path(token_file) if token_file and not token else None,
+        hook=True,
     )
 
 

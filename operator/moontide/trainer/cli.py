@@ -68,6 +68,11 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("-n", "--namespace", default=argparse.SUPPRESS, help="of the policy; default: the context's")
     common.add_argument("--kubeconfig", default=argparse.SUPPRESS, help="default: $KUBECONFIG, or ~/.kube/config")
     common.add_argument("--context", default=argparse.SUPPRESS, help="default: the kubeconfig's current context")
+    common.add_argument("--hook", default=argparse.SUPPRESS, metavar="URL", help="of an operator; or $MOONTIDE_HOOK")
+    text = "for the hook; or $MOONTIDE_HOOK_TOKEN_FILE"
+    common.add_argument("--hook-token-file", default=argparse.SUPPRESS, metavar="FILE", help=text)
+    text = "of the hook's certificate's authority; or $MOONTIDE_HOOK_CA_FILE"
+    common.add_argument("--hook-ca-file", default=argparse.SUPPRESS, metavar="FILE", help=text)
     told = (__doc__ or "").strip().split("\n\n")
     root = _Parser(
         prog=_PROGRAM,
@@ -205,12 +210,25 @@ def _progress() -> Callable[[str], None]:
     return lambda text: _out(f"  {time.monotonic() - began:7.2f} s  {text}")
 
 
+def _access(options: argparse.Namespace) -> Access:
+    def given(name: str) -> str | None:
+        return getattr(options, name, None)
+
+    return find(
+        given("kubeconfig"),
+        given("context"),
+        hook=given("hook"),
+        token_file=given("hook_token_file"),
+        ca_file=given("hook_ca_file"),
+    )
+
+
 def main(arguments: Sequence[str] | None = None, *, access: Access | None = None) -> int:
     """The exit status."""
     options = parser().parse_args(arguments)
     try:
-        found = access or find(getattr(options, "kubeconfig", None), getattr(options, "context", None))
-        target = Target(getattr(options, "namespace", None) or found.namespace, options.name, _progress())
+        found = access or _access(options)
+        target = found.target(options.name, getattr(options, "namespace", None), _progress())
         with Api(found) as api:
             api.run(options.run(options, target))
     except MoontideError as error:

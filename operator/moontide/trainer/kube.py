@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -18,19 +19,22 @@ T = TypeVar("T")
 
 
 def _options(access: Access) -> dict[str, Any]:
-    """Proxies come from the kubeconfig, not from the environment: an API server is seldom behind those."""
+    """The environment's proxies are for hooks only: an API server is seldom behind one, and a kubeconfig names it."""
     return {
         "base_url": access.server,
         "verify": access.tls if access.tls is not None else True,
         "proxy": access.proxy,
-        "trust_env": False,
+        "trust_env": access.hook,
     }
 
 
 def _arguments(access: Access, call: Call) -> dict[str, Any]:
     """What httpx needs for one call."""
     headers = {"accept": "application/json", **access.headers()}
-    found: dict[str, Any] = {"url": call.path, "method": "GET", "headers": headers, "timeout": call.seconds}
+    seconds = call.seconds + call.wait
+    found: dict[str, Any] = {"url": call.path, "method": "GET", "headers": headers, "timeout": seconds}
+    if call.after:
+        found["params"] = {"after": call.after, "wait": f"{call.wait:.3f}"}
     if call.patch is not None:
         headers["content-type"] = "application/merge-patch+json"
         found |= {"method": "PATCH", "content": json.dumps(call.patch)}
@@ -66,7 +70,7 @@ def _no_answer(access: Access, error: httpx.TransportError) -> Answer:
 
 
 class Api:
-    """The API server, for code that may block."""
+    """The API server, or a hook, for code that may block."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -102,8 +106,24 @@ class Api:
             return _no_answer(self._access, error)
 
 
+async def carry_out(steps: Steps[T], call: Callable[[Call], Awaitable[Answer]]) -> T:
+    """Carry the steps out, each call by ``call``, and give what they come to."""
+    answer: Answer | None = None
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        if isinstance(step, Sleep):
+            await asyncio.sleep(step.seconds)
+            answer = None
+        else:
+            answer = await call(step)
+
+
 class AsyncApi:
-    """The API server, for asyncio."""
+    """The API server, or a hook, for asyncio."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -119,18 +139,7 @@ class AsyncApi:
 
     async def run(self, steps: Steps[T]) -> T:
         """Carry the steps out and give what they come to."""
-        answer: Answer | None = None
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            if isinstance(step, Sleep):
-                await asyncio.sleep(step.seconds)
-                answer = None
-            else:
-                answer = await self._call(step)
+        return await carry_out(steps, self._call)
 
     async def _call(self, call: Call) -> Answer:
         try:

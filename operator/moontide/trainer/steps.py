@@ -27,6 +27,8 @@ T = TypeVar("T")
 POLL_SECONDS = 0.25
 """The fleets stand still while a trainer does not notice that it may push."""
 CALL_SECONDS = 10.0
+PATIENCE_SECONDS = 20.0
+"""How long a look through a hook waits for a change."""
 FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 5.0
 PASSING = frozenset({0, 429, 500, 502, 503, 504})
@@ -35,11 +37,15 @@ PASSING = frozenset({0, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True)
 class Call:
-    """One request to the API server; ``patch`` makes it a merge patch."""
+    """One request to the API server, or to a hook in its place; ``patch`` makes it a merge patch."""
 
     path: str
     patch: Object | None = None
     seconds: float = CALL_SECONDS
+    """Without ``wait``."""
+    after: str = ""
+    """Answer when the object has another resourceVersion than this, or ``wait`` seconds have passed."""
+    wait: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Answer:
 
     @property
     def message(self) -> str:
-        """The sentence of the API server."""
+        """The sentence of the server."""
         return str(self.body.get("message") or self.text or f"HTTP {self.status}")
 
 
@@ -91,12 +97,16 @@ class Engine(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """One PolicyVersion, who hears of progress, and a clock in seconds that never goes back."""
+    """One PolicyVersion, who hears of progress, a clock in seconds that never goes back, and whom to ask."""
 
     namespace: str
     name: str
     say: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
+    hook: bool = False
+    """An operator's hook answers, not the API server."""
+    patience: float = 0.0
+    """How long a look may wait for a change of the policy; 0: there is a look every so often."""
 
     def __post_init__(self) -> None:
         checked_name(self.namespace, "namespace")
@@ -107,43 +117,65 @@ class Target:
 
     @property
     def path(self) -> str:
-        """Where the API server has it."""
+        """Where the API server, or the hook, has it."""
+        if self.hook:
+            return f"/hook/v1/namespaces/{self.namespace}/policies/{self.name}"
         return f"/apis/moontide.dev/v1alpha1/namespaces/{self.namespace}/policyversions/{self.name}"
+
+    @property
+    def server(self) -> str:
+        """Who answers, in words."""
+        return "the hook" if self.hook else "the API server"
 
     def command(self, verb: str, more: str = "") -> str:
         """What a person would type."""
         return f"kubectl moontide {verb} {self.name} -n {self.namespace}{more}"
 
 
-def call(target: Target, path: str, patch: Object | None, until: float) -> Steps[Answer]:
-    """The API server's answer. What may pass is tried again, with pauses that grow, until the clock says ``until``.
+def call(target: Target, path: str, patch: Object | None, until: float, after: str = "") -> Steps[Answer]:
+    """The server's answer. What may pass is tried again, with pauses that grow, until the clock says ``until``.
 
     Raises ApiUnavailable.
     """
     pause = FIRST_PAUSE
     while True:
-        seconds = max(1.0, min(CALL_SECONDS, until - target.clock()))
-        answer = yield Call(path, patch, seconds)
+        left = until - target.clock()
+        wait = max(0.0, min(target.patience, left)) if after else 0.0
+        answer = yield Call(path, patch, max(1.0, min(CALL_SECONDS, left)), after if wait else "", wait)
         assert answer is not None
         if answer.status not in PASSING:
             return answer
         left = until - target.clock()
         if left <= 0:
             raise ApiUnavailable(
-                f"the API server does not answer usefully: {answer.message}; is it up, and reachable from here? "
+                f"{target.server} does not answer usefully: {answer.message}; is it up, and reachable from here? "
                 f"What became of the policy says: {target.command('status')}"
             )
-        target.say(f"the API server: {answer.message}; trying again")
+        target.say(f"{target.server}: {answer.message}; trying again")
         yield Sleep(min(max(pause, answer.retry_after), left))
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def read(target: Target, until: float) -> Steps[Policy]:
-    """The policy as it is now. Raises PolicyNotFound, ApiError, ApiUnavailable."""
-    answer = yield from call(target, target.path, None, until)
-    if answer.status == 200:
+def read(target: Target, until: float, after: str = "") -> Steps[Policy]:
+    """The policy as it is now, or, with patience, once it has another resourceVersion than ``after``.
+
+    Raises PolicyNotFound, ApiError, ApiUnavailable.
+    """
+    answer = yield from call(target, target.path, None, until, after)
+    if answer.status in (200, 202):  # A hook says 202 where the wait ended without a change.
         return Policy(answer.body)
     raise _refused(target, answer, "get")
+
+
+def look_again(target: Target, seen: Policy, until: float) -> Steps[Policy]:
+    """The policy a little later, or, with patience, once it is no longer what was ``seen``."""
+    if target.patience:
+        began = target.clock()
+        policy = yield from read(target, until, seen.resource_version)
+        if policy.resource_version != seen.resource_version or target.clock() - began >= POLL_SECONDS:
+            return policy
+    yield Sleep(max(0.0, min(POLL_SECONDS, until - target.clock())))
+    return (yield from read(target, until))
 
 
 def change(target: Target, spec: Object, until: float, *, seen: Policy | None = None) -> Steps[Policy | None]:
@@ -167,17 +199,18 @@ def _refused(target: Target, answer: Answer, verb: str) -> Exception:
             )
         return PolicyNotFound("the cluster knows no PolicyVersion: install Moontide's CRDs (kubectl apply -f crds/)")
     if answer.status == 401:
-        return ApiError(401, f"the API server does not know the credentials: {answer.message}; get a new token")
+        return ApiError(401, f"{target.server} does not know the credentials: {answer.message}; get a new token")
+    if answer.status == 403 and target.hook:
+        return ApiError(403, answer.message)
     if answer.status == 403:
         return ApiError(403, f"{answer.message}; allow the trainer to {verb} it (examples/trainers/rbac.yaml)")
-    return ApiError(answer.status, f"the API server refuses to {verb} {target}: {answer.message}")
+    return ApiError(answer.status, f"{target.server} refuses to {verb} {target}: {answer.message}")
 
 
 def until_current(target: Target, label: str, until: float) -> Steps[Policy]:
     """The policy once the version is current. Raises CommitTimeout, Superseded, and what :func:`read` raises."""
-    last = ""
+    policy, last = (yield from read(target, until)), ""
     while True:
-        policy = yield from read(target, until)
         last = _tell(target, policy, last)
         if policy.is_current(label):
             return policy
@@ -190,14 +223,13 @@ def until_current(target: Target, label: str, until: float) -> Steps[Policy]:
                 f"version {label} of {target} is not current in time; {policy.advice()}; the operator goes on, follow "
                 f"it with: {target.command('wait')}",
             )
-        yield Sleep(min(POLL_SECONDS, left))
+        policy = yield from look_again(target, policy, until)
 
 
 def until_prepared(target: Target, label: str, until: float) -> Steps[Policy]:
     """The policy once the version may be pushed. Raises PrepareFailed, PrepareTimeout, and what read raises."""
-    last = ""
+    policy, last = (yield from read(target, until)), ""
     while True:
-        policy = yield from read(target, until)
         last = _tell(target, policy, last)
         if policy.is_prepared(label):
             return policy
@@ -208,7 +240,7 @@ def until_prepared(target: Target, label: str, until: float) -> Steps[Policy]:
                 policy.condition("Current").reason,
                 f"the fleets of {target} are not ready for version {label} in time; {policy.advice()}",
             )
-        yield Sleep(min(POLL_SECONDS, left))
+        policy = yield from look_again(target, policy, until)
 
 
 def _tell(target: Target, policy: Policy, last: str) -> str:
@@ -291,14 +323,14 @@ class Change:
     def _forget(self, policy: Policy, until: float) -> Steps[None]:
         """Let the operator forget an earlier preparation of the same version, so that it begins another."""
         if policy.preparing is not None:
-            yield from change(self.target, {"preparing": None}, until, seen=policy)
+            policy = (yield from change(self.target, {"preparing": None}, until, seen=policy)) or policy
         left = until - self.target.clock()
         if left <= 0:
             raise PrepareTimeout(
                 policy.condition("Current").reason,
                 f"an earlier preparation of version {self.label} is not forgotten in time; {policy.advice()}",
             )
-        yield Sleep(min(POLL_SECONDS, left))
+        yield from look_again(self.target, policy, until)
 
     def commit(self, epoch: int, until: float) -> Steps[None]:
         """Make the version current, if its preparation in ``epoch`` still holds at that moment.
@@ -341,7 +373,7 @@ class Change:
         for fleet in fleets:
             addresses = fleet.get("addresses") or ()
             if addresses:
-                token = yield from self._token(str(fleet["tokenSecret"]), until)
+                token = _given(fleet) or (yield from self._token(str(fleet["tokenSecret"]), until))
                 found += [Engine(str(fleet["name"]), str(address), token) for address in addresses]
         return tuple(found)
 
@@ -358,3 +390,10 @@ class Change:
             return base64.b64decode((answer.body.get("data") or {})["token"], validate=True).decode().split()[0]
         except (KeyError, IndexError, binascii.Error, UnicodeDecodeError) as error:
             raise ApiError(200, f"Secret {namespace}/{secret} holds no token under the key `token`") from error
+
+
+def _given(fleet: Object) -> str | None:
+    """The token that a hook writes beside the addresses of a fleet. Raises ApiError where it refuses."""
+    if fleet.get("tokenRefused"):
+        raise ApiError(403, f"the token of the engines cannot be had: {fleet['tokenRefused']}")
+    return fleet.get("token")

@@ -11,7 +11,7 @@ from moontide.trainer.access import Access, find
 from moontide.trainer.errors import MoontideError
 from moontide.trainer.kube import Api, AsyncApi
 from moontide.trainer.policy import Policy
-from moontide.trainer.steps import Change, Engine, Steps, Target
+from moontide.trainer.steps import Change, Engine, Steps
 
 PREPARE_SECONDS = 300.0
 COMMIT_SECONDS = 300.0
@@ -50,7 +50,7 @@ class _Session:
         timeout: float,
         progress: Callable[[str], None],
     ) -> None:
-        self.target = Target(namespace or access.namespace, name, progress)
+        self.target = access.target(name, namespace, progress)
         self.change = Change(self.target, version)
         self.prepare_timeout = prepare_timeout
         self.timeout = timeout
@@ -108,6 +108,10 @@ def policy_update(
     timeout: float = COMMIT_SECONDS,
     kubeconfig: str | os.PathLike[str] | None = None,
     context: str | None = None,
+    hook: str | None = None,
+    token: str | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    ca_file: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Update]:
     """Make the fleets ready for the weights of ``version``, let the body push them, then make the version current.
@@ -120,11 +124,13 @@ def policy_update(
     ``already_current`` and no engines. A preparation of the same version that an earlier process left is taken over.
 
     ``namespace`` is the policy's; by default the pod's own, or the context's. ``progress`` hears one line a change.
+    ``hook`` is the URL of an operator's hook, in place of a kubeconfig, with a ``token`` of its audience or a
+    ``token_file`` that is read for each request; ``ca_file`` holds the authority of its certificate.
 
     Raises BadVersion, AccessError, PolicyNotFound, ApiError, ApiUnavailable, PrepareFailed (PrepareTimeout) before the
     body; PreparationLost, CommitTimeout, Superseded, ApiError, ApiUnavailable after it.
     """
-    access = find(kubeconfig, context)
+    access = find(kubeconfig, context, hook=hook, token=token, token_file=token_file, ca_file=ca_file)
     session = _Session(access, name, version, namespace, prepare_timeout, timeout, progress)
     with Api(access) as api:
         try:
@@ -152,10 +158,14 @@ async def policy_update_async(
     timeout: float = COMMIT_SECONDS,
     kubeconfig: str | os.PathLike[str] | None = None,
     context: str | None = None,
+    hook: str | None = None,
+    token: str | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    ca_file: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[Update]:
     """:func:`policy_update` for asyncio. A task that is cancelled in the body aborts, too."""
-    access = find(kubeconfig, context)
+    access = find(kubeconfig, context, hook=hook, token=token, token_file=token_file, ca_file=ca_file)
     session = _Session(access, name, version, namespace, prepare_timeout, timeout, progress)
     async with AsyncApi(access) as api:
         try:

@@ -15,7 +15,7 @@ from tests.unit.trainer.cluster import Cluster, Server
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "POLL_SECONDS", 0.002)
     monkeypatch.setattr(steps, "FIRST_PAUSE", 0.002)
-    for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
+    for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "MOONTIDE_HOOK"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -181,3 +181,48 @@ def test_the_words_for_a_target() -> None:
     target = Target("rl", "policy")
     assert str(target) == "PolicyVersion rl/policy"
     assert target.command("wait", " --for prepared") == "kubectl moontide wait policy -n rl --for prepared"
+
+
+def test_a_hook_comes_before_what_the_environment_says_else(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("one\n")
+    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOME": str(tmp_path)}
+    folder = service_account(tmp_path / "sa")
+    named = {**pod, "MOONTIDE_HOOK": "https://hook:8082/", "MOONTIDE_HOOK_TOKEN_FILE": str(tmp_path / "token")}
+    access = find(environ=named, service_account=folder)
+    assert (access.server, access.namespace, access.hook) == ("https://hook:8082", "rl", True)
+    assert access.headers() == {"authorization": "Bearer one"}
+    (tmp_path / "token").write_text("two")
+    assert access.headers() == {"authorization": "Bearer two"}
+    target = access.target("policy")
+    assert target.path == "/hook/v1/namespaces/rl/policies/policy"
+    assert target.patience > 0
+    given = find(hook="http://other", token="three", environ=named, service_account=folder)
+    assert (given.server, given.tls, given.headers()) == ("http://other", None, {"authorization": "Bearer three"})
+    assert "three" not in repr(given)
+    path = write(tmp_path / "config", kubeconfig("https://given"))
+    assert find(path, environ=named, service_account=folder).server == "https://given"
+    assert not find(path, environ=named, service_account=folder).hook
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"hook": "hook:8082", "token": "t"}, "write https://host:port"),
+        ({"hook": "http://hook"}, r"kubectl create token SERVICEACCOUNT -n NAMESPACE --audience moontide"),
+        ({"hook": "http://hook", "token": "t", "kubeconfig": "x"}, "give one of them"),
+        ({"hook": "http://hook", "token": "t", "context": "x"}, "give one of them"),
+        ({"token": "t"}, "give the hook's URL, too"),
+        ({"token_file": "t"}, "give the hook's URL, too"),
+        ({"hook": "https://hook", "token": "t", "ca_file": "/nowhere"}, "authority cannot be read"),
+    ],
+)
+def test_a_hook_that_cannot_be_used_says_why(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(AccessError, match=says):
+        find(**options, environ={"HOME": str(tmp_path)}, service_account=tmp_path)
+
+
+def test_a_hook_is_of_no_namespace(tmp_path: Path) -> None:
+    access = find(hook="http://hook", token="t", environ={}, service_account=tmp_path)
+    with pytest.raises(AccessError, match="with -n"):
+        access.target("policy")
+    assert access.target("policy", "rl").namespace == "rl"
