@@ -30,6 +30,7 @@ from moontide.errors import InvalidSpec, Retry
 from moontide.handlers import observe
 from moontide.handlers.loops import Key, Loops
 from moontide.handlers.routes import Routes
+from moontide.hook import server as hook
 from moontide.kube import tokens
 from moontide.kube.client import GuardedClient, Kube
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL
@@ -66,6 +67,12 @@ class Metrics:
             "moontide_reconcile_seconds", "How long a reconcile took.", ["kind"], registry=self.registry
         )
         self.loops = Gauge("moontide_resources", "Resources that have a loop.", registry=self.registry)
+        self.hook = Counter(
+            "moontide_hook_requests",
+            "Requests to the hook by verb and status.",
+            ["verb", "status"],
+            registry=self.registry,
+        )
         self.leader = Gauge("moontide_leader", "1 while this process leads, 0 on standby.", registry=self.registry)
 
 
@@ -107,7 +114,10 @@ async def run(config: Config) -> None:
         name = f"Lease/{config.namespace}/{config.lease_name}"
         leader = Leader(lease, identity, config.lease_seconds, lost, name)
         metrics.leader.set_function(lambda: float(leader.leading))
-        async with serving(config, metrics, health := Health(leader)):
+        async with (
+            serving(config, metrics, health := Health(leader)),
+            hook.serving(config, lambda verb, status: metrics.hook.labels(verb, str(status)).inc()),
+        ):
             try:
                 if await first(stop, leader.acquire()) is not None:
                     await lead(config, metrics, health, stop)

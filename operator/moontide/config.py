@@ -30,6 +30,12 @@ class Config:
     """Serves ``/healthz``."""
     metrics_port: int = 8081
     """Serves ``/readyz`` and ``/metrics``."""
+    hook_port: int = 0
+    """Serves the hook for trainers; 0: nothing does."""
+    hook_audience: str = "moontide"
+    """What a trainer's token must be made for."""
+    hook_tls: str = ""
+    """A folder with ``tls.crt`` and ``tls.key`` for the hook; empty: plain HTTP."""
     resync_seconds: float = 60.0
     """Every resource is looked at again after this time, whatever was or was not observed."""
     lease_name: str = "moontide-operator"
@@ -62,6 +68,9 @@ def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_F
         log_level=level,
         liveness_port=_port(environ, "MOONTIDE_LIVENESS_PORT", default.liveness_port),
         metrics_port=_port(environ, "MOONTIDE_METRICS_PORT", default.metrics_port),
+        hook_port=0 if environ.get("MOONTIDE_HOOK_PORT", "0") in ("", "0") else _port(environ, "MOONTIDE_HOOK_PORT", 0),
+        hook_audience=environ.get("MOONTIDE_HOOK_AUDIENCE") or default.hook_audience,
+        hook_tls=environ.get("MOONTIDE_HOOK_TLS", ""),
         resync_seconds=_seconds(environ, "MOONTIDE_RESYNC_SECONDS", default.resync_seconds),
         lease_name=environ.get("MOONTIDE_LEASE_NAME") or default.lease_name,
         lease_seconds=_lease_seconds(environ, default.lease_seconds),

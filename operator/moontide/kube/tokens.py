@@ -33,28 +33,28 @@ class Tokens:
         return hmac.new(self._root_key, uid.encode(), hashlib.sha256).hexdigest()
 
 
-async def load_or_create(kube: Kube, namespace: str) -> Tokens:
-    """The tokens of the root key in ``namespace``; makes the key at the first start.
+async def load(kube: Kube, namespace: str) -> Tokens | None:
+    """The tokens of the root key in ``namespace``, or None when there is none yet.
 
-    Raises :class:`Retry` when the Secret cannot be read or made, or holds no usable key.
+    Raises :class:`Retry` when the Secret cannot be read, or holds no usable key.
     """
     secret = await kube.read_secret(namespace, ROOT_KEY_SECRET)
     if secret is None:
-        key = secrets.token_bytes(_BYTES)
-        await kube.create_secret(
-            namespace,
-            k8s.V1Secret(
-                api_version="v1",
-                kind="Secret",
-                metadata=k8s.V1ObjectMeta(
-                    name=ROOT_KEY_SECRET, namespace=namespace, labels={labels.MANAGED_BY: labels.MANAGER}
-                ),
-                type="Opaque",
-                data={ROOT_KEY_FIELD: base64.b64encode(key).decode()},
-            ),
-        )
-        return Tokens(key)
+        return None
     try:
         return Tokens(base64.b64decode((secret.data or {}).get(ROOT_KEY_FIELD, ""), validate=True))
     except ValueError as error:
         raise Retry(10.0, f"Secret {namespace}/{ROOT_KEY_SECRET} holds no usable key: {error}") from error
+
+
+async def load_or_create(kube: Kube, namespace: str) -> Tokens:
+    """As :func:`load`; makes the key at the first start. Raises :class:`Retry` when it cannot be made, too."""
+    found = await load(kube, namespace)
+    if found is not None:
+        return found
+    key = secrets.token_bytes(_BYTES)
+    metadata = k8s.V1ObjectMeta(name=ROOT_KEY_SECRET, namespace=namespace, labels={labels.MANAGED_BY: labels.MANAGER})
+    data: dict[str, bytes | str] = {ROOT_KEY_FIELD: base64.b64encode(key).decode()}
+    secret = k8s.V1Secret(api_version="v1", kind="Secret", metadata=metadata, type="Opaque", data=data)
+    await kube.create_secret(namespace, secret)
+    return Tokens(key)

@@ -27,13 +27,17 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         "MOONTIDE_LOG_LEVEL": "debug",
         "MOONTIDE_LIVENESS_PORT": "1",
         "MOONTIDE_METRICS_PORT": "2",
+        "MOONTIDE_HOOK_PORT": "3",
+        "MOONTIDE_HOOK_AUDIENCE": "trainers",
+        "MOONTIDE_HOOK_TLS": "/tls",
         "MOONTIDE_RESYNC_SECONDS": "1.5",
         "MOONTIDE_LEASE_NAME": "l",
         "MOONTIDE_LEASE_SECONDS": "30",
         "MOONTIDE_POD_NAME": "p",
         "MOONTIDE_POD_UID": "u",
     }
-    assert load(environ, own) == Config("from-file", "a", "e", "cpu", "m", "DEBUG", 1, 2, 1.5, "l", 30, "p", "u")
+    hook = (3, "trainers", "/tls")
+    assert load(environ, own) == Config("from-file", "a", "e", "cpu", "m", "DEBUG", 1, 2, *hook, 1.5, "l", 30, "p", "u")
     assert load({**environ, "MOONTIDE_NAMESPACE": "said"}, own).namespace == "said"
 
 
@@ -44,6 +48,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         ("MOONTIDE_LOG_LEVEL", "loud"),
         ("MOONTIDE_LIVENESS_PORT", "0"),
         ("MOONTIDE_METRICS_PORT", "http"),
+        ("MOONTIDE_HOOK_PORT", "yes"),
         ("MOONTIDE_RESYNC_SECONDS", "-1"),
         ("MOONTIDE_RESYNC_SECONDS", "soon"),
         ("MOONTIDE_LEASE_SECONDS", "2"),
