@@ -23,6 +23,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [moontide.dev]
   resources: [kvcachepools, inferencedeployments, policyversions]
   verbs: [get, list, watch]
+{{- if .Values.hook.enabled }}
+# What trainers ask for through the hook, once the API server has said that they may.
+- apiGroups: [moontide.dev]
+  resources: [policyversions]
+  verbs: [patch]
+{{- end }}
 - apiGroups: [moontide.dev]
   resources: [kvcachepools/status, inferencedeployments/status, policyversions/status]
   verbs: [patch]
