@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import logging
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from moontide.naming import admin_secret
 from moontide.trainer import verbs
 from moontide.trainer.errors import CommitTimeout, MoontideError, PrepareTimeout, Superseded
 from moontide.trainer.policy import Object, Policy
-from moontide.trainer.steps import Steps, Target, change, read, until_current, until_prepared
+from moontide.trainer.steps import Steps, Target, change, look_again, read, until_current, until_prepared
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ CHANGE_SECONDS = 10.0
 MOST_WAITING = 256
 TLS_SECONDS = 30.0
 """How often a certificate is looked at: whoever renews it replaces the files."""
+
+_AGES = 1e9
 
 Count = Callable[[str, int], None]
 Handler = Callable[[aiohttp.web.Request], Awaitable[aiohttp.web.StreamResponse]]
@@ -102,10 +105,11 @@ class Hook:
         await self._allow(request, target, "get")
         policy = await self._carrier.run(read(target, target.clock()))
         reached = True
-        if wait.seconds > 0 and not self._closing.is_set():
-            policy, reached = await self._waited(target, policy, wait)
-            # What was allowed before the wait need not be so after it.
-            await self._allow(request, target, "get")
+        if wait.seconds > 0:
+            if self._waiting >= MOST_WAITING:
+                text = f"{MOST_WAITING} requests are waiting here already; ask again, or without wait"
+                raise Refusal(429, "TooManyRequests", text, {"Retry-After": str(BUSY_SECONDS)})
+            policy, reached = await self._waited(request, target, policy, wait)
         return await self._state(request, policy, reached)
 
     async def _patch(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
@@ -128,16 +132,20 @@ class Hook:
         steps = _steps(target, verb, body, target.clock() + CHANGE_SECONDS)
         await self._carrier.run(steps, lambda spec: _log(target, user, verb, spec))
         policy = await self._carrier.run(read(target, target.clock()))
-        reached = True
-        if wait.seconds > 0 and not self._closing.is_set():
+        reached = wait.seconds == 0
+        # The change is made; whoever cannot wait here is told that it is under way.
+        if wait.seconds > 0 and self._waiting < MOST_WAITING:
             goal = Wait(wait.seconds, goal="prepared" if verb == "prepare" else "current")
-            policy, reached = await self._waited(target, policy, goal)
-            await self._allow(request, target, "get")
+            policy, reached = await self._waited(request, target, policy, goal)
         return await self._state(request, policy, reached)
 
     def _target(self, request: aiohttp.web.Request) -> Target:
         found = request.match_info
-        return Target(found["namespace"], found["name"], patience=LONGEST_WAIT)
+        return Target(found["namespace"], found["name"], clock=self._clock, patience=LONGEST_WAIT)
+
+    def _clock(self) -> float:
+        """Seconds; every wait is over once the process is about to end."""
+        return time.monotonic() + (_AGES if self._closing.is_set() else 0.0)
 
     async def _allow(self, request: aiohttp.web.Request, target: Target, *rights: str) -> User:
         """The user, who has these rights to the policy. Raises Refusal."""
@@ -149,41 +157,18 @@ class Hook:
             raise Refusal(404, "NotFound", f"this operator serves namespace {only}; name a policy of it")
         return user
 
-    async def _waited(self, target: Target, policy: Policy, wait: Wait) -> tuple[Policy, bool]:
+    async def _waited(
+        self, request: aiohttp.web.Request, target: Target, policy: Policy, wait: Wait
+    ) -> tuple[Policy, bool]:
         """The policy when what is waited for has come, and True; or as it is when the time is over, and False."""
-        if self._waiting >= MOST_WAITING:
-            text = f"{MOST_WAITING} requests are waiting here already; ask again, or without wait"
-            raise Refusal(429, "TooManyRequests", text, {"Retry-After": str(BUSY_SECONDS)})
-        until = target.clock() + wait.seconds
         self._waiting += 1
         try:
-            if wait.goal == "":
-                after = wait.after or policy.resource_version
-                while not (changed := policy.resource_version != after):
-                    if target.clock() >= until or self._closing.is_set():
-                        break
-                    policy = await self._carrier.run(read(target, until, after))
-                return policy, changed
-            steps: Steps[Policy]
-            if wait.goal == "prepared":
-                steps = until_prepared(target, verbs.preparing(target, policy), until)
-            else:
-                steps = until_current(target, str(policy.version), until)
-            ending = asyncio.create_task(self._carrier.run(steps))
-            closing = asyncio.create_task(self._closing.wait())
-            try:
-                await asyncio.wait((ending, closing), return_when=asyncio.FIRST_COMPLETED)
-                if ending.done():
-                    return ending.result(), True
-            except (PrepareTimeout, CommitTimeout, Superseded):
-                pass
-            finally:
-                for task in (ending, closing):
-                    task.cancel()
-                await asyncio.gather(ending, closing, return_exceptions=True)
-            return await self._carrier.run(read(target, target.clock())), False
+            found = await self._carrier.run(_until(target, policy, wait, target.clock() + wait.seconds))
         finally:
             self._waiting -= 1
+        # What was allowed before the wait need not be so after it.
+        await self._allow(request, target, "get")
+        return found
 
     async def _state(self, request: aiohttp.web.Request, policy: Policy, reached: bool) -> aiohttp.web.Response:
         """The policy, with its engines' tokens when weights may be pushed. 202: what was waited for has not come."""
@@ -229,6 +214,21 @@ def _steps(target: Target, verb: str, body: Object, until: float) -> Steps[objec
     if verb == "abort":
         return verbs.abort(target, until, version)
     return verbs.reset(target, body.get("nonce") or verbs.new_nonce(), until)
+
+
+def _until(target: Target, policy: Policy, wait: Wait, until: float) -> Steps[tuple[Policy, bool]]:
+    """The policy, and whether what is waited for has come."""
+    try:
+        if wait.goal == "prepared":
+            return (yield from until_prepared(target, verbs.preparing(target, policy), until)), True
+        if wait.goal == "current":
+            return (yield from until_current(target, str(policy.version), until)), True
+    except (PrepareTimeout, CommitTimeout, Superseded):
+        return (yield from read(target, target.clock())), False
+    after = wait.after or policy.resource_version
+    while policy.resource_version == after and target.clock() < until:
+        policy = yield from look_again(target, policy, until)
+    return policy, policy.resource_version != after
 
 
 def _log(target: Target, user: User, verb: str, spec: Object) -> None:

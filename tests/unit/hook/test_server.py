@@ -150,6 +150,8 @@ def test_too_many_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MOST_WAITING", 0)
     answer = hook.http.get(POLICY, params={"wait": "1"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    done = post(hook, "reset", "?wait=1", nonce="n")
+    assert (done.status_code, done.json()["spec"]["resetNonce"]) == (202, "n")
 
 
 def test_a_right_that_is_withdrawn_during_a_wait(make: Make) -> None:
