@@ -14,6 +14,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,6 +298,18 @@ def _namespaced_operator(kubectl: Kubectl, tools: Path, tmp_path: Path) -> Itera
     yield start
     for running in started:
         running.stop()
+
+
+@pytest.fixture(scope="session", name="kit")
+def _kit() -> SimpleNamespace:
+    """What a module needs that has operators of its own for all of its tests."""
+    return SimpleNamespace(
+        Operator=Operator,
+        free_port=_free_port,
+        kubeconfig=service_account_kubeconfig,
+        released_lease=released_lease,
+        wait_for=wait_for,
+    )
 
 
 @pytest.fixture(name="released_lease")

@@ -98,7 +98,10 @@ def test_helm_with_crds_keeps_them_when_it_goes(kubectl: Any, helm: Helm, namesp
     kubectl("delete", "ifd", "chat", "-n", namespace, "--timeout=10s")
 
 
-@pytest.mark.parametrize("value", ["logLevel=LOUD", "defaults.engine.device=tpu", "replicas=3", "image="])
+@pytest.mark.parametrize(
+    "value",
+    ["logLevel=LOUD", "defaults.engine.device=tpu", "replicas=3", "image=", "hook.port=1", "trainer.roles[0].name=x"],
+)
 def test_helm_refuses_values_that_do_nothing(helm: Helm, value: str) -> None:
     done = helm("template", "x", str(ROOT / "charts/moontide"), "--set", value, check=False)
     assert done.returncode != 0
@@ -106,7 +109,16 @@ def test_helm_refuses_values_that_do_nothing(helm: Helm, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [(), ("watchNamespace=a",), ("replicas=2",), ("imagePullSecrets[0].name=s", "imagePullPolicy=Never")]
+    "values",
+    [
+        (),
+        ("watchNamespace=a",),
+        ("replicas=2",),
+        ("imagePullSecrets[0].name=s", "imagePullPolicy=Never"),
+        ("hook.enabled=true", "hook.tlsSecret=s"),
+        ("watchNamespace=a", "hook.enabled=true"),
+        ("trainer.roles[0].namespace=a", "trainer.roles[0].policies[0]=policy", "trainer.roles[0].fleets[0]=chat"),
+    ],
 )
 def test_the_api_server_takes_every_manifest(kubectl: Any, helm: Helm, values: tuple[str, ...], namespace: str) -> None:
     sets = [part for value in values for part in ("--set", value.replace("=a", f"={namespace}"))]
