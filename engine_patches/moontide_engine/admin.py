@@ -8,17 +8,18 @@ is refused answers 4xx.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moontide_engine import __version__
 from moontide_engine.asgi import App, BodyTooLarge, Receive, Scope, Send, read_body, refuse_websocket, send_json
 from moontide_engine.auth import TokenFile, bearer_tokens
-from moontide_engine.engine import Engine, Probe, RankQueue
+from moontide_engine.engine import Engine, EngineFault, Probe, RankQueue
 from moontide_engine.gate import DuringBarrier, Fence, Gate, Refusal, State
 from moontide_engine.jsonlog import log
 from moontide_engine.middleware import GateMiddleware
@@ -34,6 +35,9 @@ POLL_SECONDS = 0.01
 # Asking the workers makes each of them wait busily for a second (vLLM's shared-memory queue). An open engine's status
 # needs of them only whether the store is attached, so it asks this rarely.
 ATTACHED_SECONDS = 30.0
+
+UNKNOWN_WEIGHTS = ""
+"""vLLM's weight version from the moment in which a load begins until it has ended well: no policy has that version."""
 
 Answer = dict[str, object]
 
@@ -67,6 +71,13 @@ def _is_label(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value.isprintable() and 0 < len(value) <= 253)
 
 
+def _is_source(value: Any) -> bool:
+    if not (isinstance(value, str) and value.isprintable() and len(value) <= 2048):
+        return False
+    kind, mark, name = value.partition("://")
+    return value.startswith("/") if not mark else kind == "hf" and len(name.split("/")) == 2 and all(name.split("/"))
+
+
 _COMMON = {
     "term": Field(_is_int, "an integer, 0 or more"),
     "epoch": Field(_is_int, "an integer, 0 or more"),
@@ -95,6 +106,13 @@ COMMANDS: Mapping[str, Mapping[str, Field]] = {
         "version": Field(_is_label, "a printable string or null", None),
         "salt": Field(lambda v: _is_label(v) and v is not None, "a printable string"),
         "timeoutSeconds": Field(_is_seconds, "a number of seconds above 0", 10.0),
+    },
+    "load": {
+        **_COMMON,
+        **_TIMEOUT,
+        "source": Field(_is_source, "the path of a folder in the pod, or hf://ORG/NAME"),
+        "version": Field(lambda v: _is_label(v) and v is not None, "a printable string"),
+        "keep": Field(lambda v: isinstance(v, bool), "true or false", False),
     },
     "resume": {**_COMMON, "timeoutSeconds": Field(_is_seconds, "a number of seconds above 0", 10.0)},
     "close": {**_COMMON, "reason": Field(lambda v: _is_label(v) and v is not None, "a printable string", "Closed")},
@@ -139,6 +157,37 @@ def failure(reason: str, message: str, **more: object) -> Answer:
     return {"success": False, "reason": reason, "message": message, **more}
 
 
+@dataclass
+class Load:
+    """The last load of weights, under way or over."""
+
+    source: str
+    version: str
+    since: float
+    """When it began; once it is over, when it ended."""
+    attempts: int = 1
+    """Loads of this source as this version, one after the other."""
+    running: bool = True
+    error: str = ""
+    """Of the last attempt that is over."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def same(self, body: Mapping[str, Any]) -> bool:
+        """Whether a command asks for this one."""
+        return bool(self.source == body["source"] and self.version == body["version"])
+
+    def as_json(self) -> Answer:
+        """As status shows it."""
+        return {
+            "source": self.source,
+            "version": self.version,
+            "running": self.running,
+            "seconds": round(time.monotonic() - self.since, 3),
+            "attempts": self.attempts,
+            "error": self.error,
+        }
+
+
 class Commands:
     """The barrier's commands on one engine."""
 
@@ -159,6 +208,7 @@ class Commands:
         self._scheduler = asyncio.Lock()
         self._switching = asyncio.Lock()
         self._looking: tuple[float, asyncio.Task[tuple[Probe, str, list[RankQueue]]]] | None = None
+        self._last_load: Load | None = None
         gate.listeners.append(self._on_change)
 
     @property
@@ -199,14 +249,24 @@ class Commands:
         weights: str | None = None
         queues: list[RankQueue] | None = None
         fault = ""
-        began, looking = self._look()
-        await asyncio.wait((looking,), timeout=max(began + STATUS_TIMEOUT - time.monotonic(), 0.0))
-        if not looking.done():
+        looking: asyncio.Task[tuple[Probe, str, list[RankQueue]]] | None = None
+        if not gate.loading:
+            began, looking = self._look()
+            await asyncio.wait((looking,), timeout=max(began + STATUS_TIMEOUT - time.monotonic(), 0.0))
+        if looking is None or (gate.loading and not looking.done()):
+            # The engine core is busy with its weights and answers nobody.
+            queues = None if self._seen is None else self._seen[1]
+        elif not looking.done():
             fault = f"the engine did not answer within {STATUS_TIMEOUT:g} s"
         elif error := looking.exception():
             fault = f"the engine failed: {type(error).__name__}: {error}"
         else:
             probe, weights, queues = looking.result()
+        if gate.loading or weights == UNKNOWN_WEIGHTS:
+            weights = None
+        load = self._last_load
+        # Whoever has given the engine weights since then has made a failed load good.
+        shown = load is not None and (load.running or (bool(load.error) and weights is None))
         stamp = gate.stamp
         return {
             "bootId": gate.boot_id,
@@ -219,6 +279,7 @@ class Commands:
             "version": None if stamp is None else stamp.version,
             "admitted": gate.admitted,
             "weightsVersion": weights,
+            "loading": load.as_json() if shown and load is not None else None,
             "clean": gate.clean,
             "drained": gate.drained,
             "inFlight": gate.in_flight,
@@ -272,7 +333,7 @@ class Commands:
         if not configured:
             return {"configured": False, "attached": False, "reason": "NotConfigured"}
         if queues is None:
-            return {"configured": True, "attached": False, "reason": fault}
+            return {"configured": True, "attached": False, "reason": fault or "not asked while weights are loaded"}
         detached = [f"rank {q.rank}: {q.reason}" for q in queues if not q.attached]
         return {"configured": True, "attached": not detached, "reason": "; ".join(detached)}
 
@@ -396,6 +457,8 @@ class Commands:
 
     async def _admit(self, body: Mapping[str, Any]) -> Answer:
         salt: str | None = body["salt"]
+        if failed := await self._half_loaded(body["timeoutSeconds"]):
+            return failed
         # An open engine is not switched here: its admission is refused below, or is the one it has.
         salted = salt is not None and self._gate.state is not State.OPEN
         if salted and (failed := await self._switch(body)):
@@ -456,6 +519,8 @@ class Commands:
         if gate.check_resume(epoch):
             try:
                 async with asyncio.timeout(body["timeoutSeconds"]), self._scheduler:
+                    # A load of weights may have ended the admission meanwhile.
+                    gate.check_resume(epoch)
                     await self._engine.resume()
                     # A close or a newer quiesce may have come in meanwhile.
                     if gate.fence > Fence(body["term"], epoch):
@@ -473,6 +538,102 @@ class Commands:
         return success(
             epoch=epoch, version=None if stamp is None else stamp.version, lastPauseSeconds=gate.last_pause_seconds
         )
+
+    async def _load(self, body: Mapping[str, Any]) -> Answer:
+        """Begin to load weights, or join the load that is under way. It goes on when this has answered."""
+        deadline = time.monotonic() + body["timeoutSeconds"]
+        load = self._last_load
+        if load is not None and load.running:
+            if not load.same(body):
+                text = f"{load.source} is being loaded as version {load.version!r}; ask again when that has ended"
+                raise Refusal("Loading", text)
+        elif answer := await self._begin_load(body):
+            return answer
+        load = self._last_load
+        assert load is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                await load.ended.wait()
+        if load.running:
+            return failure("Loading", f"{load.source} is being loaded", loading=load.as_json())
+        if load.error:
+            return failure("LoadFailed", load.error, loading=load.as_json())
+        return success(version=load.version)
+
+    async def _begin_load(self, body: Mapping[str, Any]) -> Answer | None:
+        """Start a load once nothing runs. None, or the answer where none is started."""
+        gate, engine, last = self._gate, self._engine, self._last_load
+        again = last is not None and last.same(body)
+        try:
+            async with asyncio.timeout(body["timeoutSeconds"]):
+                if last is not None and again and not last.error and await engine.weights_version() == last.version:
+                    return success(version=last.version)
+                idle = gate.in_flight == 0 and (await engine.probe()).idle
+                while gate.state is State.CLOSED and not idle:
+                    # What a close has ended at the gate may run on behind it for a moment.
+                    await self._pause_scheduler("abort")
+                    await asyncio.sleep(POLL_SECONDS)
+                    idle = gate.in_flight == 0 and (await engine.probe()).idle
+                standing = not idle and gate.state is State.PAUSED and body["keep"]
+                if standing:
+                    await self._pause_scheduler("keep")
+                elif not idle and gate.state is State.PAUSED:
+                    return failure("RequestsRunning", f"{gate.in_flight} requests are still in flight")
+                async with self._scheduler:
+                    gate.begin_load(standing)
+        except TimeoutError:
+            return failure("EngineTimeout", "the engine did not come to rest in time")
+        except Refusal:
+            raise
+        except Exception as error:
+            return failure("EngineFault", f"{type(error).__name__}: {error}")
+        load = Load(body["source"], body["version"], time.monotonic())
+        if last is not None and again and last.error:
+            load.attempts, load.error = last.attempts + 1, last.error
+        self._last_load = load
+        self._spawn(self._carry_load(load))
+        return None
+
+    async def _carry_load(self, load: Load) -> None:
+        """Load, however long it takes. The old version is not claimed from the first new weight on."""
+        error = "the process is shutting down"
+        log("load", boot=self._gate.boot_id, source=load.source, version=load.version, attempt=load.attempts)
+        try:
+            await self._engine.set_weights_version(UNKNOWN_WEIGHTS)
+            await self._engine.load_weights(load.source)
+            await self._engine.set_weights_version(load.version)
+            if (seen := await self._engine.weights_version()) != load.version:
+                raise EngineFault(f"the weights version was set to {load.version!r} and reads {seen!r}")
+            error = ""
+        except Exception as fault:
+            error = str(fault) if isinstance(fault, EngineFault) else f"{type(fault).__name__}: {fault}"
+        finally:
+            seconds = time.monotonic() - load.since
+            load.running, load.error, load.since = False, error, time.monotonic()
+            self._gate.end_load(not error)
+            load.ended.set()
+            log(
+                "loaded" if not error else "load-failed",
+                boot=self._gate.boot_id,
+                source=load.source,
+                version=load.version,
+                seconds=round(seconds, 3),
+                error=error,
+            )
+
+    async def _half_loaded(self, seconds: float) -> Answer | None:
+        """Why the engine must not be admitted: its weights are those that a failed load has left. None if not so."""
+        load = self._last_load
+        if load is None or load.running or not load.error:
+            return None
+        try:
+            async with asyncio.timeout(seconds):
+                known = await self._engine.weights_version() != UNKNOWN_WEIGHTS
+        except TimeoutError:
+            return failure("EngineTimeout", "the engine did not answer in time")
+        except Exception as error:
+            return failure("EngineFault", f"{type(error).__name__}: {error}")
+        return None if known else failure("LoadFailed", load.error)
 
     async def _close(self, body: Mapping[str, Any]) -> Answer:
         self._gate.close(body["reason"])
@@ -589,6 +750,9 @@ class AdminApp:
         elif classify(path, self._root_path) is Kind.INFERENCE:
             # No way round the gate: what runs is counted and stamped on this port too.
             await self._gate.infer(scope, receive, send)
+        elif self._commands.gate.loading and scope["method"] not in ("GET", "HEAD"):
+            # What changes an engine would wait behind the load, and then change what was loaded.
+            await send_json(send, 409, failure("Loading", "weights are being loaded; ask again when that has ended"))
         else:
             await self._app(scope, receive, send)
 

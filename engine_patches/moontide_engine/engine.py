@@ -83,6 +83,10 @@ class Engine(Protocol):
     async def set_weights_version(self, version: str) -> None:
         """Tell the engine what its weights are."""
 
+    async def load_weights(self, source: str) -> None:
+        """Load a checkpoint on every rank and return when all are through. Raises EngineFault; then nobody knows what
+        the weights are."""
+
     async def pause(self, mode: str) -> None:
         """Let no new request be scheduled. Those there are run on (``wait``), end (``abort``) or stop (``keep``). Never
         clears a cache."""
@@ -188,6 +192,18 @@ class VllmEngine:
     async def set_weights_version(self, version: str) -> None:
         """Set it on every engine core."""
         await self._client.update_weight_version(version)
+
+    async def load_weights(self, source: str) -> None:
+        """``WorkerBase.moontide_load`` on every worker of every engine core, none of which serves meanwhile."""
+        name = source.removeprefix("hf://")
+        per_core = await self._all("collective_rpc", "moontide_load", None, (name,), {})
+        answers = [answer for core in per_core for answer in core]
+        # Ranks that read the same source fail alike.
+        errors = {str(answer["error"]): int(answer["rank"]) for answer in reversed(answers) if answer["error"]}
+        if errors:
+            raise EngineFault("; ".join(f"rank {rank}: {error}" for error, rank in sorted(errors.items())))
+        if len(answers) != self.ranks:
+            raise EngineFault(f"{len(answers)} of {self.ranks} ranks answered")
 
     async def pause(self, mode: str) -> None:
         """vLLM's pause with ``clear_cache=False``: its default cascades into a wipe of the store."""

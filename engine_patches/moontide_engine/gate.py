@@ -10,6 +10,7 @@ Invariants, whatever is called in whatever order:
   another epoch's salt in its keys;
 - it is moved to another epoch while it is open only with a new salt in its keys;
 - a pause that is not ended in time becomes ``closed``; nothing opens by itself;
+- while weights are loaded it is neither open nor admitted, and nothing runs behind it;
 - the fence (term, epoch) only goes up.
 """
 
@@ -98,6 +99,7 @@ class Gate:
         self._paused_at: float | None = None
         self._last_pause: float | None = None
         self._terminating = False
+        self._loading = False
 
     # -- what is known -------------------------------------------------------------------------------------------
 
@@ -152,6 +154,11 @@ class Gate:
     def during(self) -> DuringBarrier:
         """What a pause does with new requests."""
         return self._during
+
+    @property
+    def loading(self) -> bool:
+        """Whether weights are being loaded."""
+        return self._loading
 
     @property
     def paused_seconds(self) -> float | None:
@@ -236,8 +243,9 @@ class Gate:
         stamp = Stamp(epoch, version)
         if self._admitted and self._stamp == stamp:
             return
-        if self._terminating:
-            raise Refusal("Terminating", "this process is shutting down")
+        self._require_life()
+        if self._loading:
+            raise Refusal("Loading", "weights are being loaded, so what they are is not known yet")
         if salted and state is State.OPEN:
             raise Refusal("NotQuiesced", "an open engine is fenced, not admitted, to another epoch")
         if not salted and not (self._clean and self._drained):
@@ -257,8 +265,7 @@ class Gate:
         state = self.state
         if state is not State.OPEN:
             raise Refusal("NotOpen", f"the engine is {state}; admit and resume it")
-        if self._terminating:
-            raise Refusal("Terminating", "this process is shutting down")
+        self._require_life()
         return self._stamp != Stamp(epoch, version)
 
     def move(self, epoch: int, version: str | None) -> None:
@@ -287,6 +294,29 @@ class Gate:
         self._opens += 1
         self._set(State.OPEN, "")
 
+    def begin_load(self, standing: bool = False) -> None:
+        """Weights are about to change: the admission ends, and there is none until ``end_load``.
+
+        ``standing``: requests that are in flight are held in a paused scheduler. Raises Refusal if anything may run.
+        """
+        self._require_life()
+        if self._loading:
+            raise Refusal("Loading", "weights are being loaded")
+        if self.state is State.OPEN:
+            raise Refusal("NotQuiesced", "an open engine cannot change its weights")
+        if self._in_flight and not (standing and self._state is State.PAUSED):
+            raise Refusal("RequestsRunning", f"{self._in_flight} requests are still in flight")
+        self._loading = True
+        self._admitted = False
+        if self._state is State.CLOSED:
+            self._reason = "Loading"
+
+    def end_load(self, loaded: bool) -> None:
+        """Weights are not being changed any more. The gate stays as it is: an admission comes next."""
+        self._loading = False
+        if self.state is State.CLOSED and not self._terminating:
+            self._reason = "Loaded" if loaded else "LoadFailed"
+
     def close(self, reason: str) -> None:
         """Close, and end the admission. Closing again keeps the first reason."""
         self._expire()
@@ -308,6 +338,10 @@ class Gate:
         return self._terminating
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _require_life(self) -> None:
+        if self._terminating:
+            raise Refusal("Terminating", "this process is shutting down")
 
     def _require_still(self, what: str) -> None:
         if self.state is State.OPEN:

@@ -21,6 +21,7 @@ from moontide_engine.patches import (
     probe,
     reset_truth,
     resume_safety,
+    weights_load,
 )
 
 RECHECK_MS = 20
@@ -34,6 +35,7 @@ PATCHES = Registry(
         resume_safety.PATCH,
         load_retry.PATCH,
         lookup_economy.PATCH,
+        weights_load.PATCH,
     )
 )
 

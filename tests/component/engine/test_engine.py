@@ -40,7 +40,7 @@ def running(fleet: kit.Fleet, replica: kit.Replica, tokens: int = LONG) -> Any:
 
 PATCHES = (
     *("gate", "probe", "reset-truth", "policy-epoch"),
-    *("resume-safety", "load-retry-bound", "lookup-economy"),
+    *("resume-safety", "load-retry-bound", "lookup-economy", "weights-load"),
 )
 
 

@@ -225,6 +225,49 @@ def test_listeners_hear_each_change_once(gate: Gate, clock: Clock) -> None:
     assert seen == [State.PAUSED, State.OPEN, State.PAUSED, State.CLOSED]
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_load_ends_the_admission(gate: Gate, paused: bool) -> None:
+    opened(gate).quiesce(DuringBarrier.QUEUE, 30)
+    if not paused:
+        gate.close("x")
+    state = gate.state
+    gate.begin_load()
+    assert (gate.state, gate.admitted, gate.loading) == (state, False, True)
+    assert gate.reason == ("" if paused else "Loading")
+    assert refused(lambda: gate.resume(1)) == "NotAdmitted"
+    assert refused(lambda: gate.admit(2, "v2", salted=True)) == "Loading"
+    assert refused(gate.begin_load) == "Loading"
+    gate.end_load(True)
+    assert gate.reason == ("" if paused else "Loaded")
+    assert refused(lambda: gate.resume(1)) == "NotAdmitted"
+    gate.admit(2, "v2", salted=True)
+    gate.resume(2)
+    assert gate.state is State.OPEN
+
+
+def test_a_load_needs_an_engine_at_rest(gate: Gate) -> None:
+    opened(gate).enter()
+    assert refused(gate.begin_load) == "NotQuiesced"
+    gate.quiesce(DuringBarrier.QUEUE, 30)
+    assert refused(gate.begin_load) == "RequestsRunning"
+    gate.begin_load(standing=True)
+    gate.end_load(False)
+    gate.close("x")
+    assert refused(lambda: gate.begin_load(standing=True)) == "RequestsRunning"
+    gate.leave()
+    gate.terminate()
+    assert refused(gate.begin_load) == "Terminating"
+
+
+def test_a_pause_may_run_out_while_weights_are_loaded(gate: Gate, clock: Clock) -> None:
+    opened(gate).quiesce(DuringBarrier.QUEUE, 30)
+    gate.begin_load()
+    clock.now += 31
+    assert (gate.state, gate.reason, gate.loading) == (State.CLOSED, "PauseExpired", True)
+    gate.end_load(False)
+    assert (gate.state, gate.reason) == (State.CLOSED, "LoadFailed")
+
+
 class GateMachine(RuleBasedStateMachine):
     """Any interleaving of commands, requests and time, beside a model that knows only the promises."""
 
@@ -338,6 +381,27 @@ class GateMachine(RuleBasedStateMachine):
         assert self.gate.state is State.OPEN
         assert self.admissions_since_close == epoch
 
+    @rule(standing=st.booleans())
+    def begin_load(self, standing: bool) -> None:
+        before = self.gate.state
+        try:
+            self.gate.begin_load(standing)
+        except Refusal:
+            assert before is State.OPEN or self.passed or self.gate.loading
+            return
+        assert before is not State.OPEN
+        assert not self.passed or (standing and before is State.PAUSED)
+        assert self.gate.loading
+        self.admissions_since_close = None
+
+    @precondition(lambda self: self.gate.loading)
+    @rule(loaded=st.booleans())
+    def end_load(self, loaded: bool) -> None:
+        before = self.gate.state
+        self.gate.end_load(loaded)
+        assert not self.gate.loading
+        assert self.gate.state is before
+
     @rule()
     def close(self) -> None:
         self.gate.close("x")
@@ -349,6 +413,12 @@ class GateMachine(RuleBasedStateMachine):
             assert self.gate.admitted
             assert self.gate.stamp is not None
             assert self.gate.stamp.epoch == self.admissions_since_close
+
+    @invariant()
+    def nothing_is_admitted_while_weights_are_loaded(self) -> None:
+        if self.gate.loading:
+            assert not self.gate.admitted
+            assert self.gate.state is not State.OPEN
 
     @invariant()
     def clean_means_no_kv(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 from moontide_engine.admin import AdminApp, Commands
 from moontide_engine.asgi import Message, Receive, Scope, Send, send_json
 from moontide_engine.auth import TokenFile
-from moontide_engine.engine import Probe, RankQueue
+from moontide_engine.engine import EngineFault, Probe, RankQueue
 from moontide_engine.gate import Fence, Gate, Stamp, State
 from moontide_engine.middleware import GateMiddleware
 
@@ -41,6 +41,10 @@ class FakeEngine:
     fence_unsupported: str = ""
     live_fence_unsupported: str = ""
     salt: str = ""
+    weights: str = "7"
+    loads: asyncio.Event | None = None
+    """A load takes until this is set."""
+    load_fault: str = ""
 
     async def _say(self, call: str) -> None:
         self.calls.append(call)
@@ -63,10 +67,18 @@ class FakeEngine:
 
     async def weights_version(self) -> str:
         await self._say("weights_version")
-        return "7"
+        return self.weights
 
     async def set_weights_version(self, version: str) -> None:
         await self._say("set_weights_version")
+        self.weights = version
+
+    async def load_weights(self, source: str) -> None:
+        await self._say(f"load {source}")
+        if self.loads is not None:
+            await self.loads.wait()
+        if self.load_fault:
+            raise EngineFault(self.load_fault)
 
     async def pause(self, mode: str) -> None:
         await self._say({"wait": "pause"}.get(mode, mode))
@@ -185,7 +197,7 @@ class Plane:
 
     async def command(self, name: str, epoch: int = 1, **more: object) -> tuple[int, dict[str, Any]]:
         body: dict[str, object] = {"term": 1, "epoch": epoch, "bootId": "boot", **more}
-        if name in ("quiesce", "drain", "reset"):
+        if name in ("quiesce", "drain", "reset", "load"):
             body.setdefault("timeoutSeconds", 1)
         if name == "quiesce":
             body = {"mode": "wait", "requestsDuringBarrier": "Queue", "ttlSeconds": 30, **body}
@@ -824,3 +836,200 @@ async def test_keep_stops_requests_and_they_start_over_in_the_new_epoch(plane: P
     plane.app.release.set()
     await request.done()
     assert (request.headers[b"x-moontide-epoch"], request.headers[b"x-moontide-last-epoch"]) == (b"1", b"2")
+
+
+# -- weights that the engine loads itself ------------------------------------------------------------------------------
+
+LOAD = {"source": "/models/policy-8", "version": "8"}
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_load_then_an_admission(plane: Plane, paused: bool) -> None:
+    if paused:
+        await plane.open(1)
+        await plane.succeed("quiesce", 2)
+    plane.engine.calls.clear()
+    answer = await plane.succeed("load", 2, **LOAD)
+    calls = [c for c in plane.engine.calls if c.startswith(("load", "set"))]
+    assert calls == ["set_weights_version", "load /models/policy-8", "set_weights_version"]
+    assert answer["state"] == ("paused" if paused else "closed")
+    status = await plane.commands.status()
+    assert (status["weightsVersion"], status["loading"], status["admitted"]) == ("8", None, False)
+    assert status["reason"] == ("" if paused else "Loaded")
+    assert (await plane.command("resume", 2))[1]["reason"] == "NotAdmitted"
+    await plane.succeed("admit", 2, version="8", salt="p/2")
+    await plane.succeed("resume", 2)
+    plane.engine.calls.clear()
+    await plane.succeed("quiesce", 3)
+    assert (await plane.succeed("load", 3, **LOAD))["version"] == "8"
+    assert not [c for c in plane.engine.calls if c.startswith("load")]
+    assert plane.gate.admitted
+
+
+async def test_the_same_is_loaded_again_when_somebody_else_has_set_the_weights(plane: Plane) -> None:
+    await plane.succeed("load", 1, **LOAD)
+    plane.engine.weights = "9"
+    plane.engine.calls.clear()
+    await plane.succeed("load", 1, **LOAD)
+    assert "load /models/policy-8" in plane.engine.calls
+    assert plane.engine.weights == "8"
+
+
+async def test_a_load_goes_on_after_its_answer(plane: Plane) -> None:
+    await plane.open(1)
+    await plane.commands.status()
+    await plane.succeed("quiesce", 2, ttlSeconds=2)
+    plane.engine.loads = asyncio.Event()
+    code, answer = await plane.command("load", 2, **LOAD, timeoutSeconds=0.3)
+    assert (code, answer["success"], answer["reason"]) == (200, False, "Loading")
+    plane.engine.hang, calls = 60, len(plane.engine.calls)
+    status = await plane.commands.status()
+    assert (status["responsive"], status["fault"], status["weightsVersion"]) == (True, "", None)
+    assert (status["running"], status["inFlight"]) == (None, 0)
+    loading = status["loading"]
+    assert isinstance(loading, dict)
+    assert (loading["source"], loading["version"], loading["running"]) == ("/models/policy-8", "8", True)
+    assert (loading["attempts"], loading["error"]) == (1, "")
+    assert isinstance(status["store"], dict)
+    assert status["store"]["attached"]
+    # The same joins it, another is refused, and so is everything that would change the engine behind it.
+    assert (await plane.command("load", 2, **LOAD, timeoutSeconds=0.05))[1]["reason"] == "Loading"
+    code, answer = await plane.command("load", 2, source="hf://org/other", version="8")
+    assert (code, answer["reason"]) == (409, "Loading")
+    assert "/models/policy-8" in answer["message"]
+    assert (await plane.command("load", 2, source="/models/policy-8", version="9"))[0] == 409
+    assert (await plane.command("admit", 2, version="8"))[1]["reason"] == "Loading"
+    assert (await plane.command("resume", 2))[1]["reason"] == "NotAdmitted"
+    assert (await plane.http.post("/update_weight_version", json={})).status_code == 409
+    assert (await plane.http.get("/weight_info")).status_code == 200
+    assert plane.app.paths == ["/weight_info"]
+    await asyncio.sleep((plane.gate.pause_remaining or 0) + 0.1)
+    assert (plane.gate.state, plane.gate.reason) == (State.CLOSED, "PauseExpired")
+    assert (await plane.commands.status())["responsive"]
+    assert len(plane.engine.calls) == calls
+    plane.engine.hang = 0
+    plane.engine.loads.set()
+    await plane.settle()
+    status = await plane.commands.status()
+    assert (status["loading"], status["weightsVersion"], status["reason"]) == (None, "8", "Loaded")
+
+
+async def test_a_status_that_was_asked_for_before_the_load_is_no_fault(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moontide_engine.admin.STATUS_TIMEOUT", 1.0)
+    real = plane.engine.probe
+    asked = 0
+
+    async def probe() -> Probe:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            await asyncio.sleep(60)
+        return await real()
+
+    monkeypatch.setattr(plane.engine, "probe", probe)
+    plane.engine.loads = asyncio.Event()
+    looking = asyncio.ensure_future(plane.commands.status())
+    await plane.settle()
+    assert (await plane.command("load", 1, **LOAD, timeoutSeconds=0.3))[1]["reason"] == "Loading"
+    assert (await looking)["responsive"]
+    plane.engine.loads.set()
+    await plane.settle()
+
+
+async def test_a_load_that_fails_leaves_weights_that_nobody_knows(plane: Plane) -> None:
+    plane.engine.load_fault = "rank 0: /models/policy-8 is not a folder"
+    for attempt in (1, 2):
+        code, answer = await plane.command("load", 1, **LOAD)
+        assert (code, answer["success"], answer["reason"]) == (200, False, "LoadFailed")
+        assert answer["message"] == plane.engine.load_fault
+        status = await plane.commands.status()
+        assert status["weightsVersion"] is None
+        loading = status["loading"]
+        assert isinstance(loading, dict)
+        assert (loading["running"], loading["attempts"]) == (False, attempt)
+        assert loading["error"] == plane.engine.load_fault
+    assert status["reason"] == "LoadFailed"
+    for salt in (None, "p/1"):
+        code, answer = await plane.command("admit", 1, version="7", salt=salt)
+        assert (code, answer["success"], answer["reason"]) == (200, False, "LoadFailed")
+    plane.engine.load_fault = ""
+    await plane.succeed("load", 1, **LOAD)
+    await plane.open(1)
+
+
+async def test_a_trainer_makes_a_failed_load_good(plane: Plane) -> None:
+    plane.engine.load_fault = "no"
+    await plane.command("load", 1, **LOAD)
+    plane.engine.weights = "9"
+    status = await plane.commands.status()
+    assert (status["weightsVersion"], status["loading"]) == ("9", None)
+    await plane.open(1)
+
+
+async def test_another_source_begins_anew(plane: Plane) -> None:
+    plane.engine.load_fault = "no"
+    await plane.command("load", 1, **LOAD)
+    await plane.command("load", 1, **LOAD)
+    await plane.command("load", 1, source="/models/policy-9", version="9")
+    loading = (await plane.commands.status())["loading"]
+    assert isinstance(loading, dict)
+    assert (loading["source"], loading["attempts"]) == ("/models/policy-9", 1)
+
+
+async def test_no_load_under_requests_that_run(plane: Plane) -> None:
+    await plane.open(1)
+    code, answer = await plane.command("load", 1, **LOAD)
+    assert (code, answer["reason"]) == (409, "NotQuiesced")
+    plane.app.release.clear()
+    plane.engine.running = 1
+    client = plane.request()
+    await plane.settle()
+    await plane.command("quiesce", 2, timeoutSeconds=0.05)
+    code, answer = await plane.command("load", 2, **LOAD)
+    assert (code, answer["success"], answer["reason"]) == (200, False, "RequestsRunning")
+    assert not [c for c in plane.engine.calls if c.startswith("load")]
+    # Kept ones stand still.
+    await plane.succeed("load", 2, **LOAD, keep=True)
+    assert "keep" in plane.engine.calls
+    assert plane.engine.weights == "8"
+    plane.engine.running = 0
+    plane.app.release.set()
+    await client.done()
+
+
+async def test_a_closed_engine_loads_when_what_ran_has_ended(plane: Plane) -> None:
+    plane.engine.running = 1
+    await plane.succeed("load", 1, **LOAD)
+    assert plane.engine.calls.index("abort") < plane.engine.calls.index("load /models/policy-8")
+
+
+async def test_a_load_that_never_begins_is_bounded(plane: Plane) -> None:
+    plane.engine.hang = 60
+    assert (await plane.command("load", 1, **LOAD, timeoutSeconds=0.05))[1]["reason"] == "EngineTimeout"
+    plane.engine.hang, plane.engine.fault = 0, RuntimeError("dead")
+    assert (await plane.command("load", 1, **LOAD, timeoutSeconds=0.05))[1]["reason"] == "EngineFault"
+    assert not plane.gate.loading
+
+
+async def test_a_resume_that_waits_for_a_load_does_not_wake_the_engine(plane: Plane) -> None:
+    """It was allowed before the load ended the admission."""
+    await plane.succeed("admit", 1, version="7", salt="p/1")
+    plane.engine.calls.clear()
+    async with plane.commands._scheduler:
+        resuming = asyncio.ensure_future(plane.command("resume", 1))
+        await plane.settle()
+        plane.gate.begin_load()
+    code, answer = await resuming
+    assert (code, answer["reason"]) == (409, "NotAdmitted")
+    assert "resume" not in plane.engine.calls
+
+
+@pytest.mark.parametrize(
+    "source", ["models/policy", "", "hf://org", "hf://org/name/more", "hf:///name", "s3://bucket/name", 7]
+)
+async def test_sources_that_cannot_be_loaded_are_refused(plane: Plane, source: object) -> None:
+    code, answer = await plane.command("load", 1, source=source, version="8")
+    assert (code, answer["reason"]) == (400, "BadRequest")
+    assert "hf://ORG/NAME" in answer["message"]
