@@ -103,7 +103,7 @@ async def send(http: httpx.AsyncClient, command: Command, token: str, term: int)
     if engine is None or command.replica.address is None:
         return Result(command, False, "Unreachable", "the engine did not answer its status")
     body: dict[str, Any] = {"term": term, "epoch": command.epoch, "bootId": engine.boot_id, **command.body}
-    if command.step.value in ("quiesce", "drain", "reset", "resume", "fence") or "salt" in command.body:
+    if command.step.value in ("quiesce", "drain", "reset", "resume", "fence", "load") or "salt" in command.body:
         body["timeoutSeconds"] = command.timeout_seconds
     url = f"http://{command.replica.address}/moontide/v1/{command.step.value}"
     answer = await _json(http, "POST", url, token, command.timeout_seconds + MARGIN_SECONDS, body)

@@ -35,6 +35,21 @@ class FenceStatus(BaseModel):
     """Why not."""
 
 
+class LoadStatus(BaseModel):
+    """A load of weights that is under way, or has failed."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, frozen=True)
+
+    source: str
+    version: str
+    running: bool
+    seconds: float = 0.0
+    """Since it began; since it failed."""
+    attempts: int = 1
+    error: str = ""
+    """Of the last attempt that is over."""
+
+
 class EngineStatus(BaseModel):
     """What an engine says of itself: ``GET /moontide/v1/status`` (docs/engine-admin-api.md).
 
@@ -50,6 +65,8 @@ class EngineStatus(BaseModel):
     weights_version: str | None
     clean: bool
     """No KV of any request can be in the local caches."""
+    loading: LoadStatus | None = None
+    """``weights_version`` is None as long as this is there."""
     drained: bool
     """Nothing runs, and every rank's queue of puts to the store is empty."""
     running: int | None
@@ -137,6 +154,7 @@ class Step(StrEnum):
     WIPE = "wipe"
     COLLECT = "collect"
     FENCE = "fence"
+    LOAD = "load"
     ADMIT = "admit"
     RESUME = "resume"
     CLOSE = "close"

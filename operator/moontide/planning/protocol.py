@@ -14,7 +14,8 @@ Invariants (each has a property test in tests/unit/planning)
         such engine is quiesced, drained and reset, or its container is gone. An engine that does not answer blocks it.
     I3  An engine of a plain fleet is admitted to *e*, and resumed in it, only when its fleet's wipe for *e* was
         verified, and only while it is clean and drained. One of a salted fleet is admitted with the salt of *e*.
-    I4  An engine is admitted only when it reports the weights of *e* (``weights: External``).
+    I4  An engine is admitted only when it reports the weights of *e* (``weights: External`` and ``Load``), and never
+        while it loads some or after a load of it has failed.
     I5  ``Barrier``: none is resumed in *e* while another of its fleet may be open elsewhere, except one that did not
         answer for ``replicaTimeoutSeconds`` (``onReplicaFailure: Hold`` makes no exception; plain fleets neither).
     I6  A step counts when a later look at the engine says so; never because a call returned.
@@ -30,7 +31,12 @@ Algorithm
     salted fleet, Barrier   quiesce, admit (which switches the salt), resume; old keys are collected when all is done
     salted fleet, Fence     fence (which switches the salt of an open engine); old keys are collected afterwards
     while preparing         Barrier: quiesce (plain: drain, reset too) and hold. Fence: fence to the transit epoch
+    ``weights: Load``       before admit: load, where the engine reports other weights
     ======================  ==========================================================================================
+
+    A load is waited for as long as it runs. One that fails is tried again; for the others it is over after
+    ``replicaTimeoutSeconds``, unless nobody of the fleet serves. Its pod is replaced only if another replica has loaded
+    the same source, and once: what has not served since it started is not replaced.
 
     The caller writes ``status`` first, carries the actions out, folds their results in with :func:`record` and calls
     again, until a plan has no actions.
@@ -78,6 +84,10 @@ ATTEMPT_SECONDS = 10.0
 """Bound of one attempt at drain, reset, wipe or collect; more is reached by trying again."""
 QUIESCE_SECONDS = 3.0
 """The same for quiesce: the others' next steps wait for it when one engine hangs."""
+LOAD_SECONDS = 2.0
+"""The same for load, which goes on in the engine when the call has ended."""
+RELOAD_SECONDS = 60.0
+"""A load that has failed is tried again after two seconds, and each time after twice as long, up to this."""
 BUSY_REQUEUE = 0.5
 POLL_SECONDS = 1.0
 """Engines tell nobody when they have come up or been given weights, so they are asked."""
@@ -90,9 +100,11 @@ LATE_SECONDS = 30.0
 
 STILL_WAITING = "StillWaiting"
 """The result of a command whose answer the others did not wait for."""
-WAITED_FOR = frozenset({"RequestsRunning", "KeysLeft", STILL_WAITING})
-"""Results that are no fault of anybody: requests run on (``runningRequests: Wait``), or hold a lease on their keys, or
-an answer is not there yet. An engine that never answers is told by its status."""
+UNDECIDED = frozenset({"Loading", STILL_WAITING})
+"""Results that say nothing about a failure that was there before."""
+WAITED_FOR = frozenset({"RequestsRunning", "KeysLeft"}) | UNDECIDED
+"""Results that are no fault of anybody: requests run on (``runningRequests: Wait``), or hold a lease on their keys,
+weights are being loaded, or an answer is not there yet. An engine that never answers is told by its status."""
 
 
 # -- which epoch -------------------------------------------------------------------------------------------------------
@@ -179,7 +191,7 @@ def active(status: PolicyVersionStatus) -> Preparation | None:
 def _lacks_weights(spec: PolicyVersionSpec, replicas: list[Replica]) -> bool:
     """No replica that serves reports the wanted weights: a change would close the whole fleet, so it waits."""
     serving = [r for r in replicas if not r.newcomer]
-    if spec.weights == "Unchecked" or not serving:
+    if spec.weights != "External" or not serving:
         return False
     return all(r.status is None or r.status.weights_version != spec.label for r in serving)
 
@@ -281,6 +293,12 @@ class View:
         return max(1.0, self.deadline - self.elapsed)
 
     @property
+    def finished(self) -> bool:
+        """The change is over; what comes later are replicas that start, or come back."""
+        update = self.status.last_update
+        return update is not None and update.resumed_at is not None
+
+    @property
     def late_puts_are_over(self) -> bool:
         """It is time for the last collection."""
         update = self.status.last_update
@@ -299,8 +317,22 @@ class View:
         return engine.fence.supported and bool(self.policy_uid)
 
     def weights_match(self, engine: EngineStatus) -> bool:
-        """Whether the engine reports the weights of the epoch."""
+        """Whether the engine reports the weights of the epoch. What a failed load has left are nobody's weights."""
+        if engine.loading is not None:
+            return False
         return self.spec.weights == "Unchecked" or engine.weights_version == self.status.target_version
+
+    @property
+    def source(self) -> str:
+        """Where engines load the weights of the epoch from."""
+        return self.spec.source(self.status.target_version or "")
+
+    def load_fails(self, replica: Replica) -> bool:
+        """Whether its last load of the epoch's weights failed, also while it tries again."""
+        load = None if replica.status is None else replica.status.loading
+        if load is None or not load.error or self.spec.weights != "Load":
+            return False
+        return (load.source, load.version) == (self.source, self.status.target_version)
 
     def failing_since(self, name: str) -> dt.datetime | None:
         """Since when a replica fails, None if it does not. What fell off the list of ten began with the change."""
@@ -322,10 +354,8 @@ class View:
     def unproven(self, replica: Replica) -> bool:
         """Whether a replica that does not answer may be open in an older epoch. After the change, only one that did not
         answer during it; any other is the business of its liveness probe."""
-        update = self.status.last_update
-        finished = update is not None and update.resumed_at is not None
         known = any(failure.replica == replica.name for failure in self.status.failures)
-        return not replica.newcomer and (known or not finished)
+        return not replica.newcomer and (known or not self.finished)
 
     def runs_on(self, engine: EngineStatus) -> bool:
         """Requests of an older epoch still run in a paused engine, and are to end before it moves on."""
@@ -355,6 +385,16 @@ class View:
     def long(self, step: Step, replica: Replica) -> Command:
         """A call that waits for something in the engine."""
         return Command(step, replica, self.epoch, {}, timeout_seconds=ATTEMPT_SECONDS)
+
+    def load(self, replica: Replica, engine: EngineStatus) -> Command:
+        """Load the weights of the epoch. Requests that are kept stand still meanwhile."""
+        keep = self.spec.running_requests == "Keep" and self.salts(engine)
+        body: dict[str, str | int | float | bool | None] = {
+            "source": self.source,
+            "version": self.status.target_version,
+            "keep": keep,
+        }
+        return Command(Step.LOAD, replica, self.epoch, body, timeout_seconds=LOAD_SECONDS)
 
     def admit(self, replica: Replica, engine: EngineStatus) -> Command:
         """With the salt of the epoch, where the engine can put it into its block hashes."""
@@ -394,6 +434,8 @@ def _plain_before_wipe(view: View, replica: Replica) -> NextStep:
     engine = replica.status
     if engine is None or not engine.responsive:
         return Step.QUIESCE
+    if _loads(engine):
+        return None if engine.drained and engine.clean else Step.LOAD
     if engine.state == "open" or (engine.state == "paused" and engine.running):
         return view.quiesce(replica)
     if not engine.drained:
@@ -408,6 +450,8 @@ def _plain_after_wipe(view: View, replica: Replica) -> NextStep:
     engine = replica.status
     if engine is None or not engine.responsive or view.preparing or _current(engine, view.epoch):
         return None
+    if _loads(engine):
+        return Step.LOAD
     if engine.state == "open":
         return view.quiesce(replica)
     return _towards_open(view, replica, engine, emptied=True, blocked=False)
@@ -419,6 +463,8 @@ def _towards_open(view: View, replica: Replica, engine: EngineStatus, *, emptied
     if replica.terminating and engine.state == "closed":
         return None
     if not view.weights_match(engine):
+        if view.spec.weights == "Load" and not replica.terminating:
+            return _towards_weights(view, replica, engine)
         closes = engine.state == "paused"
         return view.short(Step.CLOSE, replica, reason="WaitingForWeights") if closes else Step.ADMIT
     if emptied and not engine.drained:
@@ -430,6 +476,23 @@ def _towards_open(view: View, replica: Replica, engine: EngineStatus, *, emptied
     return Step.RESUME if blocked else view.short(Step.RESUME, replica)
 
 
+def _loads(engine: EngineStatus) -> bool:
+    """It is busy with its weights, and can do nothing else."""
+    return engine.loading is not None and engine.loading.running
+
+
+def _towards_weights(view: View, replica: Replica, engine: EngineStatus) -> NextStep:
+    """The next step of an engine in which nothing runs, and whose weights are not those of the epoch."""
+    load = engine.loading
+    if load is None or not view.load_fails(replica):
+        return view.load(replica, engine)
+    if engine.state == "paused" and view.given_up(replica):
+        # What it holds may run elsewhere. It goes on trying.
+        return view.short(Step.CLOSE, replica, reason="LoadFailed")
+    pause = min(RELOAD_SECONDS, 2.0 ** min(load.attempts, 10))
+    return view.load(replica, engine) if load.seconds >= pause else Step.LOAD
+
+
 def _salted_step(view: View, replica: Replica, blocked: bool) -> NextStep:
     """The next step of one replica of a salted fleet; ``blocked``: another may still be open in an older epoch."""
     engine = replica.status
@@ -437,6 +500,8 @@ def _salted_step(view: View, replica: Replica, blocked: bool) -> NextStep:
         return Step.QUIESCE if view.unproven(replica) else None
     if _current(engine, view.epoch) or (not engine.responsive and engine.state == "closed"):
         return None
+    if engine.responsive and _loads(engine):
+        return Step.LOAD
     if not engine.responsive:
         # The gate in front of a hung engine obeys: nothing new gets in, and in the end nothing gets out.
         if view.given_up(replica):
@@ -472,6 +537,8 @@ class Turn:
     blocked: bool
     """The same, without replicas that are not waited for any longer."""
     steps: tuple[tuple[Replica, NextStep], ...]
+    loads: tuple[Replica, ...] = ()
+    """Replicas whose weights the change waits for."""
     store: tuple[Action, ...] = ()
     """Its wipe or its collection."""
 
@@ -489,12 +556,13 @@ class Turn:
 def _plain_turn(view: View, fleet: Fleet, member: Member) -> Turn:
     pending = member.wiped_epoch < view.epoch or any(_stray(r, view.epoch) for r in fleet.replicas)
     if not pending:
-        return Turn(fleet, False, False, False, tuple((r, _plain_after_wipe(view, r)) for r in fleet.replicas))
+        steps = tuple((r, _plain_after_wipe(view, r)) for r in fleet.replicas)
+        return Turn(fleet, False, False, False, steps, _awaited_loads(view, fleet, steps))
     steps = tuple((r, _plain_before_wipe(view, r)) for r in fleet.replicas)
     still = all(step is None for _, step in steps)
     if view.preparing:
         return Turn(fleet, False, not still, not still, steps)
-    return Turn(fleet, False, True, True, steps, (Wipe(fleet, ATTEMPT_SECONDS),) if still else ())
+    return Turn(fleet, False, True, True, steps, store=(Wipe(fleet, ATTEMPT_SECONDS),) if still else ())
 
 
 def _salted_turn(view: View, fleet: Fleet, member: Member) -> Turn:
@@ -505,7 +573,22 @@ def _salted_turn(view: View, fleet: Fleet, member: Member) -> Turn:
     left = member.wiped_epoch < view.epoch or (member.swept_epoch < view.epoch and view.late_puts_are_over)
     collects = left and not (blocked or moving or view.preparing)
     store: tuple[Action, ...] = (Collect(fleet, (view.salt,), ATTEMPT_SECONDS),) if collects else ()
-    return Turn(fleet, True, bool(elsewhere), blocked, steps, store)
+    return Turn(fleet, True, bool(elsewhere), blocked, steps, _awaited_loads(view, fleet, steps), store)
+
+
+def _step(step: NextStep) -> Step | None:
+    return step.step if isinstance(step, Command) else step
+
+
+def _awaited_loads(view: View, fleet: Fleet, steps: tuple[tuple[Replica, NextStep], ...]) -> tuple[Replica, ...]:
+    """The replicas that load and without which the change is not finished: those that served, as long as they are not
+    given up, and all if nobody serves."""
+    if view.finished:
+        return ()
+    loading = tuple(replica for replica, step in steps if _step(step) is Step.LOAD)
+    if not any(r.status is not None and _current(r.status, view.epoch) for r in fleet.replicas):
+        return loading
+    return tuple(r for r in loading if r.may_have_served and not (view.load_fails(r) and view.given_up(r)))
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -562,6 +645,8 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
         blocked=any(turn.blocked for turn in turns),
         unwiped=any(member.wiped_epoch < view.epoch for member in known.values()),
         waits=tuple(wait for turn in turns for wait in turn.waits),
+        loading=tuple(r.name for turn in turns for r, step in turn.steps if _step(step) is Step.LOAD),
+        awaited_loads=tuple(r.name for turn in turns for r in turn.loads),
     )
     after, notes = report.timeline(look, after)
     if view.preparing and not look.moving:
@@ -626,7 +711,17 @@ def _fresh_failures(view: View, turns: list[Turn]) -> list[ReplicaFailure]:
         wanted |= {(store_of(a.fleet), step_of(a).value) for a in turn.store if isinstance(a, Wipe | Collect)}
     silent = {r.name: r for turn in turns for r, step in turn.steps if r.silent and step is not None}
     kept = {f.replica: f for f in view.status.failures}
-    fresh = [f for f in view.status.failures if (f.replica, f.step) in wanted and f.replica not in silent]
+    unloaded = {r.name: r for turn in turns for r in turn.fleet.replicas if view.load_fails(r) and not r.terminating}
+    fresh = [
+        f
+        for f in view.status.failures
+        if (f.replica, f.step) in wanted and f.replica not in silent and f.replica not in unloaded
+    ]
+    for name, replica in unloaded.items():
+        if name not in silent:
+            assert replica.status is not None
+            assert replica.status.loading is not None
+            fresh.append(_load_failure(name, replica.status.loading.error, kept.get(name), view.now))
     for name, replica in silent.items():
         before, unlisted = kept.get(name), view.failing_since(name)
         since = before.since if before is not None else timestamp(unlisted or view.now)
@@ -644,6 +739,11 @@ def _fresh_failures(view: View, turns: list[Turn]) -> list[ReplicaFailure]:
     return fresh
 
 
+def _load_failure(name: str, error: str, before: ReplicaFailure | None, now: dt.datetime) -> ReplicaFailure:
+    since = before.since if before is not None and before.step == Step.LOAD.value else timestamp(now)
+    return ReplicaFailure(replica=name, step=Step.LOAD.value, reason="LoadFailed", message=error[:1024], since=since)
+
+
 def _replacements(view: View, turns: list[Turn], failures: list[ReplicaFailure]) -> list[Replace]:
     """``onReplicaFailure: Replace``: the pods of replicas that have kept a change waiting for too long."""
     if view.spec.on_replica_failure != "Replace":
@@ -653,9 +753,9 @@ def _replacements(view: View, turns: list[Turn], failures: list[ReplicaFailure])
     for turn in turns:
         for replica in turn.fleet.replicas:
             failure = failing.get(replica.name)
-            if failure is None or replica.terminating or not _own_fault(failure, turn.fleet):
+            if failure is None or replica.terminating or not _own_fault(view, failure, turn.fleet):
                 continue
-            if not turn.pending:
+            if not (replica.may_have_served if failure.step == Step.LOAD.value else turn.pending):
                 continue
             age = (view.now - parse_timestamp(failure.since)).total_seconds()
             if age >= view.spec.replica_timeout_seconds:
@@ -663,8 +763,12 @@ def _replacements(view: View, turns: list[Turn], failures: list[ReplicaFailure])
     return found
 
 
-def _own_fault(failure: ReplicaFailure, fleet: Fleet) -> bool:
-    """Puts that do not end are the store's fault as long as no other replica of the fleet has ended its own."""
+def _own_fault(view: View, failure: ReplicaFailure, fleet: Fleet) -> bool:
+    """Puts that do not end are the store's fault as long as no other replica of the fleet has ended its own, and a load
+    that fails is the source's as long as no other has loaded it."""
+    if failure.step == Step.LOAD.value:
+        others = (r.status for r in fleet.replicas if r.name != failure.replica)
+        return any(engine is not None and view.weights_match(engine) for engine in others)
     if failure.step != Step.DRAIN.value:
         return True
     others = (r.status for r in fleet.replicas if r.name != failure.replica and r.may_have_served)
@@ -712,7 +816,8 @@ def record(status: PolicyVersionStatus, results: Iterable[Result], now: dt.datet
                     changes = {"swept_epoch": status.epoch}
                 members[action.fleet.uid] = member.model_copy(update=changes)
         name, step = name_of(action), step_of(action).value
-        if result.reason == STILL_WAITING:
+        if result.reason in UNDECIDED or (result.success and step == Step.CLOSE.value):
+            # The next look tells whether what failed still fails: being closed mends nothing.
             continue
         if result.success or result.reason in WAITED_FOR:
             failures.pop(name, None)

@@ -42,11 +42,15 @@ class Look:
     """Keys of older epochs may be in a store."""
     waits: tuple[tuple[Replica, Step], ...]
     """Replicas that lack something, and what."""
+    loading: tuple[str, ...] = ()
+    """Replicas whose next step is to load weights, or to go on with that."""
+    awaited_loads: tuple[str, ...] = ()
+    """Those of them without which the change is not finished."""
 
     @property
     def moving(self) -> bool:
         """Something is being done, or waited for, before the epoch is current."""
-        return self.blocked or bool(self.steps) or self.wiping
+        return self.blocked or bool(self.steps) or self.wiping or bool(self.awaited_loads)
 
 
 def counts(replicas: list[Replica], epoch: int) -> ReplicaCounts:
@@ -93,15 +97,19 @@ def timeline(look: Look, status: PolicyVersionStatus) -> tuple[PolicyVersionStat
     if any(step is Step.QUIESCE for _, step in look.waits) and look.blocked:
         left.add(Step.QUIESCE)
     still = not left & {Step.QUIESCE, Step.FENCE}
+    loaded = not look.awaited_loads
     drained = still and Step.DRAIN not in left
     invalidated = drained and not left & {Step.RESET, *(() if look.plain else (Step.ADMIT,))}
+    invalidated = invalidated and (loaded or look.plain)
     resumed = not look.moving and not look.preparing and look.hold is None
     stages: list[tuple[str, str, bool]] = [("quiesced_at", "Quiesced", still)]
     if look.plain:
         stages.append(("drained_at", "Drained", drained))
+    loads = [("loaded_at", "Loaded", loaded)] if look.spec.weights == "Load" else []
+    stages += [] if look.plain else loads
     stages.append(("invalidated_at", "Invalidated", invalidated and not (look.preparing and not look.plain)))
     ends = [("resumed_at", "Resumed", resumed), ("wiped_at", "Wiped", not look.unwiped and not look.preparing)]
-    stages += reversed(ends) if look.plain else ends
+    stages += [ends[1], *loads, ends[0]] if look.plain else ends
     changes: dict[str, object] = {}
     notes: list[Note] = []
     for field, reason, done in stages:
@@ -188,6 +196,9 @@ def _is_current(look: Look, status: PolicyVersionStatus) -> Verdict:
         busy = [r.name for r in look.replicas if _runs_on(r, look.epoch)]
         said = f"; requests of an older epoch run on {', '.join(busy[:10])}" if busy else ""
         return Verdict("Current", "False", doing, f"{doing.lower()} for epoch {look.epoch}{said}")
+    loading = look.awaited_loads or (() if tally.current else look.loading)
+    if loading:
+        return _is_loading(status, loading)
     lacking = [r.name for r, step in look.waits if step is Step.ADMIT]
     if lacking and not tally.current:
         text = f"nobody serves: closed until they report weight version {status.target_version!r}: "
@@ -199,6 +210,15 @@ def _is_current(look: Look, status: PolicyVersionStatus) -> Verdict:
         return Verdict("Current", "False", "Quiescing", f"a replica is open outside epoch {look.epoch}")
     text = f"{tally.summary} replicas serve version {status.target_version} in epoch {look.epoch}"
     return Verdict("Current", "True", "Current", text + (f"; {tally.closed} closed" if tally.closed else ""))
+
+
+def _is_loading(status: PolicyVersionStatus, loading: tuple[str, ...]) -> Verdict:
+    failed = [f for f in status.failures if f.step == Step.LOAD.value and f.replica in loading]
+    if failed:
+        more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+        return Verdict("Current", "False", "LoadFailed", f"{failed[0].replica}{more}: {failed[0].message}")
+    text = f"loading the weights of version {status.target_version}: "
+    return Verdict("Current", "False", "Loading", text + ", ".join(loading[:10]))
 
 
 def _open_elsewhere(replica: Replica, epoch: int) -> bool:
@@ -231,4 +251,5 @@ _DOING = (
     (Step.FENCE, "Fencing"),
     (Step.DRAIN, "Draining"),
     (Step.RESET, "Invalidating"),
+    (Step.LOAD, "Loading"),
 )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moontide.api.v1alpha1 import PolicyVersionSpec
-from moontide.planning.model import Command, Step, Wipe
+from moontide.planning.model import Command, Replace, Step, Wipe
 from tests.unit.planning.world import Pod, World
 
 PHASES = [p for p in Phase if p is not Phase.shrink]
@@ -19,7 +19,7 @@ class Fleet(RuleBasedStateMachine):
 
     @initialize(
         sizes=st.tuples(st.integers(0, 3), st.integers(0, 2)),
-        weights=st.sampled_from(["External", "Unchecked"]),
+        weights=st.sampled_from(["External", "Load", "Unchecked"]),
         mode=st.sampled_from(["Wait", "Abort", "Keep"]),
         failure=st.sampled_from(["Isolate", "Replace", "Hold"]),
         strategy=st.sampled_from(["Barrier", "Fence"]),
@@ -37,7 +37,9 @@ class Fleet(RuleBasedStateMachine):
         served: bool,
     ) -> None:
         spec = {"version": "1", "weights": weights, "runningRequests": mode, "onReplicaFailure": failure}
-        if strategy == "Fence":
+        if weights == "Load":
+            spec["weightsSource"] = "/models/policy-{version}"
+        elif strategy == "Fence":
             spec |= {"strategy": strategy, "runningRequests": "Wait"}
         self.world = World(PolicyVersionSpec.model_validate(spec), fences=fences)
         self.world.add_fleet("a", sizes[0])
@@ -52,9 +54,14 @@ class Fleet(RuleBasedStateMachine):
         pods = self.world.pods
         return pods[index % len(pods)] if pods else None
 
+    @property
+    def loads(self) -> bool:
+        """The engines load their weights; a trainer that pushes to open ones besides would be on its own."""
+        return bool(self.world.spec.weights == "Load")
+
     @rule(version=st.sampled_from(["1", "2", "3"]), push=st.booleans())
     def bump(self, version: str, push: bool) -> None:
-        if push:
+        if push and not self.loads:
             # The trainer swaps weights: what is cached is now old KV, which is what the epochs stand for.
             self.world.push_weights(version)
         if str(self.world.spec.version) != version:
@@ -69,6 +76,17 @@ class Fleet(RuleBasedStateMachine):
             self.upload()
             self.check(self.world.turn().actions)
 
+    @precondition(lambda self: self.loads)
+    @rule(version=st.sampled_from(["1", "2", "3"]), bad=st.booleans())
+    def a_source_is_bad(self, version: str, bad: bool) -> None:
+        (self.world.sources.add if bad else self.world.sources.discard)(f"/models/policy-{version}")
+
+    @precondition(lambda self: self.loads)
+    @rule(seconds=st.sampled_from([0, 0, 1, 30, 200]))
+    def loads_take(self, seconds: float) -> None:
+        self.world.load_seconds = seconds
+
+    @precondition(lambda self: not self.loads)
     @rule(version=st.sampled_from([None, "1", "2", "3"]))
     def prepare(self, version: str | None) -> None:
         if self.world.spec.preparing != version:
@@ -85,8 +103,8 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(index=INDEX)
     def one_gets_its_weights(self, index: int) -> None:
-        if pod := self.any_pod(index):
-            pod.engine.weights = str(self.world.spec.version)
+        if (pod := self.any_pod(index)) and not (self.loads and pod.engine.state == "open"):
+            self.world.give_weights(pod, str(self.world.spec.version))
 
     @rule(crash=st.one_of(st.none(), st.integers(0, 3)))
     def operator(self, crash: int | None) -> None:
@@ -98,8 +116,14 @@ class Fleet(RuleBasedStateMachine):
             self.check(self.world.turn().actions)
 
     def check(self, actions: tuple[object, ...]) -> None:
-        """I2: while a plain fleet is wiped, nothing that served can still write. I5: see below."""
+        """I2: while a plain fleet is wiped, nothing that served can still write. I5: see below. A load is asked for
+        only of engines that nothing else is asked of, and a pod that has never served is not replaced."""
         for action in actions:
+            if isinstance(action, Command) and action.step is Step.LOAD:
+                assert action.replica.status is not None
+                assert action.replica.status.state != "open"
+            if isinstance(action, Replace):
+                assert action.replica.may_have_served or not action.message.startswith("load")
             if isinstance(action, Wipe):
                 for pod in self.world.fleets[action.fleet.name]:
                     served = pod.mark == pod.container
@@ -215,6 +239,8 @@ class Fleet(RuleBasedStateMachine):
             return
         world = self.world
         world.store_up = True
+        world.sources.clear()
+        world.load_seconds = min(world.load_seconds, 1)
         if world.spec.suspend or world.spec.preparing is not None:
             world.bump(world.spec.version, suspend=False, preparing=None)
         for pod in list(world.pods):
@@ -224,10 +250,14 @@ class Fleet(RuleBasedStateMachine):
                 world.remove(pod)
         for _ in range(60):
             # The trainer gives newcomers their weights too, those that replace a failed replica included.
-            world.push_weights(str(world.spec.version))
+            if not self.loads:
+                world.push_weights(str(world.spec.version))
             self.check(world.turn().actions)
             world.serve()
-            world.pass_time(0.1)
+            if self.loads:
+                # A load that failed is tried again after a minute at most; by then late puts have come.
+                world.upload()
+            world.pass_time(5 if self.loads else 0.1)
         assert world.condition("Current") == ("True", "Current"), world.status.conditions
         assert world.status.target_version == str(world.spec.version)
         assert {(p.engine.state, p.engine.epoch) for p in world.pods} <= {("open", world.status.epoch)}

@@ -19,6 +19,7 @@ from moontide.planning.model import (
     EngineStatus,
     FenceStatus,
     Fleet,
+    LoadStatus,
     Observed,
     Plan,
     Replace,
@@ -58,6 +59,16 @@ class Engine:
     fences: bool = False
     salt: str = ""
     refuses_reset: bool = False
+    source: str = ""
+    """Of the last load of weights."""
+    loads_as: str = ""
+    """The version that is being loaded; empty: none."""
+    load_error: str = ""
+    load_attempts: int = 0
+    load_version: str = ""
+    load_at: dt.datetime = START
+    mixed: bool = False
+    """A load began and has not ended well: nobody knows what its weights are."""
     highest: int = 0
     expires: dt.datetime | None = None
     reason: str = "Starting"
@@ -95,6 +106,10 @@ class World:
     status: PolicyVersionStatus = field(default_factory=PolicyVersionStatus)
     now: dt.datetime = START
     base_weights: str = "1"
+    sources: set[str] = field(default_factory=set)
+    """Sources that are bad: missing, or of another shape."""
+    load_seconds: float = 0.0
+    """0: a load has ended when the call that began it has; more: when so much time has passed."""
     serial: int = 0
     reads: int = 0
     plans: list[Plan] = field(default_factory=list)
@@ -131,7 +146,13 @@ class World:
 
     def push_weights(self, version: str) -> None:
         for pod in self.pods:
-            pod.engine.weights = version
+            self.give_weights(pod, version)
+
+    def give_weights(self, pod: Pod, version: str) -> None:
+        """What a trainer does to one engine; one that loads takes nothing."""
+        engine = pod.engine
+        if not engine.loads_as:
+            engine.weights, engine.mixed, engine.load_error = version, False, ""
 
     # Faults -----------------------------------------------------------------------------------------------------
 
@@ -154,6 +175,9 @@ class World:
             engine = pod.engine
             if engine.state == "paused" and engine.expires is not None and engine.expires <= self.now:
                 engine.state, engine.reason, engine.running = "closed", "PauseExpired", 0
+            stands = engine.hung or engine.core_hung
+            if engine.loads_as and not stands and (self.now - engine.load_at).total_seconds() >= self.load_seconds:
+                self._end_load(engine)
 
     # What engines do of themselves --------------------------------------------------------------------------------
 
@@ -165,6 +189,8 @@ class World:
                 if engine.state != "open" or engine.hung or engine.core_hung:
                     continue
                 self.reads += 1
+                assert not engine.mixed, f"{pod.name} serves while nobody knows its weights"
+                assert self.spec.weights != "Load" or engine.weights == engine.version, f"{pod.name} has other weights"
                 there = engine.local | (self.store[name] if self.store_up else set())
                 hits = {epoch for salt, epoch in there if salt == engine.salt}
                 if hits - {engine.epoch}:
@@ -202,18 +228,21 @@ class World:
         )
         if engine.hung:
             return replace(replica, error="Timeout: no answer")
+        # An engine that loads is not asked: its gate answers for it.
+        silent = engine.core_hung and not engine.loads_as
         status = EngineStatus(
             boot_id=engine.boot_id,
             state=engine.state,  # type: ignore[arg-type]
             epoch=engine.epoch,
             version=engine.version,
-            weights_version=engine.weights,
+            weights_version=None if engine.mixed else engine.weights,
+            loading=self._loading(engine),
             clean=engine.clean,
             drained=engine.drained,
-            running=None if engine.core_hung else engine.running,
+            running=None if silent or engine.loads_as else engine.running,
             in_flight=engine.running,
-            responsive=not engine.core_hung,
-            fault="no answer within 2 s" if engine.core_hung else "",
+            responsive=not silent,
+            fault="no answer within 2 s" if silent else "",
             salt=engine.salt,
             fence=FenceStatus(
                 supported=engine.fences,
@@ -223,6 +252,18 @@ class World:
             reason=engine.reason,
         )
         return replace(replica, status=status)
+
+    def _loading(self, engine: Engine) -> LoadStatus | None:
+        if not engine.mixed:
+            return None
+        return LoadStatus(
+            source=engine.source,
+            version=engine.loads_as or engine.load_version,
+            running=bool(engine.loads_as),
+            seconds=max((self.now - engine.load_at).total_seconds(), 0.0),
+            attempts=engine.load_attempts,
+            error=engine.load_error,
+        )
 
     def plan(self) -> Plan:
         return protocol.plan(self.spec, self.generation, self.status, self.observe())
@@ -347,11 +388,42 @@ class World:
                 return failed
         elif not (engine.clean and engine.drained):
             return Result(action, False, "NotClean")
+        if engine.loads_as:
+            return Result(action, False, "Loading")
+        assert not engine.mixed, "an engine whose load has failed was to be admitted"
         assert action.body["version"] == engine.weights or self.spec.weights == "Unchecked"
         engine.epoch, engine.version = action.epoch, str(action.body["version"])
         engine.state = "paused"
         engine.expires = self.now + dt.timedelta(seconds=self.spec.deadline_seconds)
         return Result(action, True)
+
+    def _load(self, engine: Engine, action: Command) -> Result:
+        source, version = str(action.body["source"]), str(action.body["version"])
+        if engine.loads_as:
+            same = (engine.source, engine.loads_as) == (source, version)
+            return Result(action, False, "Loading", "" if same else f"{engine.source} is being loaded")
+        if engine.state == "open":
+            return Result(action, False, "NotQuiesced")
+        if engine.running and not action.body["keep"]:
+            return Result(action, False, "RequestsRunning")
+        if engine.core_hung:
+            return Result(action, False, "EngineTimeout")
+        again = engine.load_error and (engine.source, engine.load_version) == (source, version)
+        engine.load_attempts = engine.load_attempts + 1 if again else 1
+        engine.load_error = engine.load_error if again else ""
+        engine.source, engine.loads_as, engine.load_version = source, version, version
+        engine.mixed, engine.load_at = True, self.now
+        if self.load_seconds:
+            return Result(action, False, "Loading")
+        self._end_load(engine)
+        return Result(action, not engine.load_error, "LoadFailed" if engine.load_error else "", engine.load_error)
+
+    def _end_load(self, engine: Engine) -> None:
+        version, engine.loads_as, engine.load_at = engine.loads_as, "", self.now
+        if engine.source in self.sources:
+            engine.load_error = f"{engine.source} is not a folder in the engine's pod"
+        else:
+            engine.weights, engine.mixed, engine.load_error = version, False, ""
 
     def _resume(self, engine: Engine, action: Command) -> Result:
         if engine.state == "closed" or engine.epoch != action.epoch:

@@ -27,6 +27,13 @@ def _int_or_string(schema: dict[str, Any]) -> None:
     )
 
 
+_SOURCE_RULE = rule(
+    "self.matches('^(/[^\\\\s]*|hf://[^/\\\\s]+/[^/\\\\s]+)$') && self.contains('{version}')",
+    "weightsSource is a path or a repository, another one for each version, as a replica that restarts loads it again; "
+    "write for example /models/policy-{version} or hf://ORG/NAME-{version}",
+)
+
+
 class PolicyVersionSpec(Api):
     """What the user asks: the version, and how a change of it is carried out."""
 
@@ -42,6 +49,21 @@ class PolicyVersionSpec(Api):
                 "strategy Fence pauses nobody, so requests that run end in the epoch they began in: write "
                 "runningRequests: Wait, or strategy: Barrier",
             ),
+            rule(
+                "(self.weights == 'Load') == has(self.weightsSource)",
+                "weightsSource says where engines load weights from, with weights: Load and only then; write for "
+                "example weights: Load and weightsSource: /models/policy-{version}, or remove it",
+            ),
+            rule(
+                "self.weights != 'Load' || self.strategy == 'Barrier'",
+                "strategy Fence pauses nobody, and weights cannot be loaded under requests that run; write strategy: "
+                "Barrier, or weights: External",
+            ),
+            rule(
+                "self.weights != 'Load' || !has(self.preparing)",
+                "preparing is for a trainer that pushes weights, and with weights: Load nobody pushes any; remove it, "
+                "and write the new version as version once its weights are complete",
+            ),
         )
     )
 
@@ -52,9 +74,13 @@ class PolicyVersionSpec(Api):
     strategy: Literal["Barrier", "Fence"] = "Barrier"
     """``Barrier``: replicas pause, and no two serve different versions at one time. ``Fence``: nobody pauses; each
     replica begins the new epoch when it hears of it, and requests that run end in the old one."""
-    weights: Literal["External", "Unchecked"] = "External"
+    weights: Literal["External", "Load", "Unchecked"] = "External"
     """``External``: a trainer pushes weights; a replica is admitted only when the weight version that it reports
-    equals ``version``. ``Unchecked``: Moontide does not look at weights, only at caches."""
+    equals ``version``. ``Load``: the same, and a replica that reports another one is told to load ``weightsSource``.
+    ``Unchecked``: Moontide does not look at weights, only at caches."""
+    weights_source: Annotated[str | None, Field(max_length=1024, json_schema_extra=validations(_SOURCE_RULE))] = None
+    """Where engines find the weights of a version: a folder on a volume of their pods, or ``hf://ORG/NAME``.
+    ``{version}`` stands for the label."""
     running_requests: Literal["Wait", "Abort", "Keep"] = "Wait"
     """What a change does to requests that run: wait until they end, abort them, or keep them: they stop, and go on
     with new weights and KV that is computed anew."""
@@ -78,6 +104,10 @@ class PolicyVersionSpec(Api):
     def label(self) -> str:
         """The version as the string that engines, headers and status carry."""
         return str(self.version)
+
+    def source(self, label: str) -> str:
+        """Where the weights of a version are; for ``weights: Load``."""
+        return (self.weights_source or "").replace("{version}", label)
 
     @property
     def preparing_label(self) -> str | None:
@@ -143,6 +173,8 @@ class Update(Api):
     drained_at: Timestamp | None = None
     invalidated_at: Timestamp | None = None
     wiped_at: Timestamp | None = None
+    loaded_at: Timestamp | None = None
+    """When the replicas that are waited for had loaded their weights (``weights: Load``)."""
     resumed_at: Timestamp | None = None
     pause_seconds: float | None = None
     """The longest time that any replica held requests, measured by the replicas."""
