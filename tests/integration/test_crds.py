@@ -27,6 +27,8 @@ POLICY: dict[str, Any] = {
     "spec": {"version": 7},
 }
 
+LOAD = {"version": 7, "weights": "Load", "weightsSource": "/models/policy-{version}"}
+
 
 def _with(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     made = copy.deepcopy(base)
@@ -74,6 +76,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         _with(POLICY, "spec", {"version": 7, "strategy": "Fence", "runningRequests": "Keep"}),
         "write runningRequests: Wait, or strategy: Barrier",
     ),
+    (_with(POLICY, "spec.weights", "Load"), "write for example weights: Load and weightsSource:"),
+    (_with(POLICY, "spec.weightsSource", "/models/{version}"), "with weights: Load and only then"),
+    *(
+        (
+            _with(POLICY, "spec", {**LOAD, "weightsSource": source}),
+            "write for example /models/policy-{version} or hf://",
+        )
+        for source in (
+            "/models/policy",
+            "models/{version}",
+            "hf://org/name",
+            "hf://{version}",
+            "hf://o/n/{version}",
+            "/a {version}",
+        )
+    ),
+    (_with(POLICY, "spec", {**LOAD, "strategy": "Fence"}), "write strategy: Barrier, or weights: External"),
+    (_with(POLICY, "spec", {**LOAD, "preparing": 8}), "remove it, and write the new version as version"),
+    (
+        _with(POLICY, "spec", {"version": 7, "strategy": "Fence", "onStoreFailure": "Hold"}),
+        "write onStoreFailure: Detach, or strategy: Barrier",
+    ),
 ]
 EPOCH_RULE = "an epoch only goes up"
 """Of a status that follows another: it has a test of its own."""
@@ -117,6 +141,8 @@ def test_no_rule_is_without_a_case() -> None:
         _with(POLICY, "spec.version", None),
         _with(POLICY, "spec.runningRequests", "Drop"),
         _with(POLICY, "spec.strategy", "Rolling"),
+        _with(POLICY, "spec.weights", "Pull"),
+        _with(POLICY, "spec.onStoreFailure", "Fallback"),
         _with(POLICY, "spec.deadlineSeconds", 1),
         _with(POOL, "spec.memory.perReplica", "lots"),
         _with(POOL, "spec.master.evictionHighWatermarkPercent", 101),
@@ -155,6 +181,7 @@ def test_defaults(kubectl: Any, namespace: str) -> None:
         "prepareDeadlineSeconds": 600,
         "replicaTimeoutSeconds": 20,
         "onReplicaFailure": "Replace",
+        "onStoreFailure": "Detach",
         "suspend": False,
         "resetNonce": "",
     }
@@ -164,6 +191,12 @@ def test_defaults(kubectl: Any, namespace: str) -> None:
 def test_versions_that_are_fine(kubectl: Any, namespace: str, version: int | str) -> None:
     kubectl.apply(_with(_with(POLICY, "metadata.namespace", namespace), "spec.version", version))
     assert kubectl.must_get("polv", "policy", namespace)["spec"]["version"] == version
+
+
+@pytest.mark.parametrize("source", ["/models/policy-{version}", "/{version}", "hf://org/name-{version}"])
+def test_sources_that_are_fine(kubectl: Any, namespace: str, source: str) -> None:
+    kubectl.apply(_with(_with(POLICY, "metadata.namespace", namespace), "spec", {**LOAD, "weightsSource": source}))
+    assert kubectl.must_get("polv", "policy", namespace)["spec"]["weightsSource"] == source
 
 
 def test_a_part_of_an_object_gets_the_defaults_of_the_rest(kubectl: Any, namespace: str) -> None:

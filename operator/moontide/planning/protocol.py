@@ -20,6 +20,7 @@ Invariants (each has a property test in tests/unit/planning)
         answer for ``replicaTimeoutSeconds`` (``onReplicaFailure: Hold`` makes no exception; plain fleets neither).
     I6  A step counts when a later look at the engine says so; never because a call returned.
     I7  Nothing is remembered outside ``status`` and the engines: any operator can take over after any action.
+        With ``onStoreFailure: Hold`` the same is true of a salted fleet, until its wipe is verified.
     I8  Replicas that never served (newcomers) are not waited for; they stay closed until admitted.
 
 Algorithm
@@ -311,6 +312,11 @@ class View:
         """What block hashes begin with in this epoch. With the policy's UID in it, a policy that is deleted and made
         again never meets blocks of its first life."""
         return f"{self.policy_uid}/{self.epoch}"
+
+    def holds(self, member: Member) -> bool:
+        """Whether a salted fleet takes the way of a plain one, so that nobody resumes before its old keys are proven to
+        be gone: late puts too, so engines are drained. Whoever serves in the epoch already is not stopped again."""
+        return self.spec.on_store_failure == "Hold" and member.wiped_epoch < self.epoch and not self.finished
 
     def salts(self, engine: EngineStatus) -> bool:
         """Whether the engine can be admitted with a salt."""
@@ -611,9 +617,10 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
     turns: list[Turn] = []
     for fleet in observed.fleets if view.epoch > 0 else ():
         member = known[fleet.uid]
-        turn = (_salted_turn if _salted(member, fleet) else _plain_turn)(view, fleet, member)
+        salted = _salted(member, fleet)
+        turn = (_salted_turn if salted and not view.holds(member) else _plain_turn)(view, fleet, member)
         turns.append(turn)
-        known[fleet.uid] = _remember(member, turn, view)
+        known[fleet.uid] = _remember(member, turn, view, salted)
 
     failures = _fresh_failures(view, turns)
     replaced = _replacements(view, turns, failures)
@@ -693,13 +700,13 @@ def _members(status: PolicyVersionStatus, observed: Observed) -> tuple[Member, .
     return tuple(known.get(f.uid, Member(name=f.name, uid=f.uid)) for f in observed.fleets)
 
 
-def _remember(member: Member, turn: Turn, view: View) -> Member:
+def _remember(member: Member, turn: Turn, view: View, salted: bool) -> Member:
     """What status must say of a fleet before the turn's actions are carried out."""
     changes: dict[str, object] = {}
     if not turn.salted and turn.pending and member.wiped_epoch >= view.epoch:
         changes["wiped_epoch"] = view.epoch - 1
     admitted = (c for c in turn.commands if isinstance(c, Command) and c.step is Step.ADMIT)
-    if member.salted and (not turn.salted or any("salt" not in c.body for c in admitted)):
+    if member.salted and (not salted or any("salt" not in c.body for c in admitted)):
         changes["salted"] = False
     return member.model_copy(update=changes) if changes else member
 

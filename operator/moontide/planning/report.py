@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from dataclasses import dataclass
 
-from moontide.api.v1alpha1 import PolicyVersionSpec, PolicyVersionStatus, ReplicaCounts, Update
+from moontide.api.v1alpha1 import PolicyVersionSpec, PolicyVersionStatus, ReplicaCounts, ReplicaFailure, Update
 from moontide.planning.model import Note, Replica, Step
 from moontide.status import Verdict, timestamp
 
@@ -183,7 +183,7 @@ def _is_current(look: Look, status: PolicyVersionStatus) -> Verdict:
         text = f"version {status.preparation.version} is being pushed; nothing is admitted until it is committed"
         return Verdict("Current", "False", "Preparing", text)
     if look.pending and store is not None:
-        return Verdict("Current", "False", "StoreUnavailable", f"{store.replica}: {store.reason}: {store.message}")
+        return _is_held_by_store(look, store)
     if look.pending and failing is not None:
         silent = failing.reason in ("Unreachable", "Terminating", "EngineUnresponsive")
         text = f"{failing.replica}, {failing.step}: {failing.reason}: {failing.message}"
@@ -210,6 +210,13 @@ def _is_current(look: Look, status: PolicyVersionStatus) -> Verdict:
         return Verdict("Current", "False", "Quiescing", f"a replica is open outside epoch {look.epoch}")
     text = f"{tally.summary} replicas serve version {status.target_version} in epoch {look.epoch}"
     return Verdict("Current", "True", "Current", text + (f"; {tally.closed} closed" if tally.closed else ""))
+
+
+def _is_held_by_store(look: Look, store: ReplicaFailure) -> Verdict:
+    text = f"{store.replica}: {store.reason}: {store.message}"
+    if look.spec.on_store_failure == "Detach":
+        text += "; with onStoreFailure Detach, too, a fleet waits whose keys do not all carry their epoch yet"
+    return Verdict("Current", "False", "StoreUnavailable", text)
 
 
 def _is_loading(status: PolicyVersionStatus, loading: tuple[str, ...]) -> Verdict:

@@ -25,6 +25,7 @@ class Fleet(RuleBasedStateMachine):
         strategy=st.sampled_from(["Barrier", "Fence"]),
         fences=st.booleans(),
         served=st.booleans(),
+        store_failure=st.sampled_from(["Detach", "Hold"]),
     )
     def begin(
         self,
@@ -35,12 +36,15 @@ class Fleet(RuleBasedStateMachine):
         strategy: str,
         fences: bool,
         served: bool,
+        store_failure: str,
     ) -> None:
         spec = {"version": "1", "weights": weights, "runningRequests": mode, "onReplicaFailure": failure}
         if weights == "Load":
             spec["weightsSource"] = "/models/policy-{version}"
         elif strategy == "Fence":
             spec |= {"strategy": strategy, "runningRequests": "Wait"}
+        if spec.get("strategy") != "Fence":
+            spec["onStoreFailure"] = store_failure
         self.world = World(PolicyVersionSpec.model_validate(spec), fences=fences)
         self.world.add_fleet("a", sizes[0])
         self.world.add_fleet("b", sizes[1])
@@ -130,6 +134,8 @@ class Fleet(RuleBasedStateMachine):
                     assert not served or (not pod.engine.queue and pod.engine.state != "open" and not pod.engine.hung)
             if isinstance(action, Command) and action.step is Step.RESUME and self.world.spec.strategy == "Barrier":
                 self.check_alone(action)
+                if self.world.spec.on_store_failure == "Hold":
+                    self.check_erased(action)
 
     def check_alone(self, resume: Command) -> None:
         """I5: when one is resumed, no other of its fleet that answers is open in an older epoch."""
@@ -137,6 +143,12 @@ class Fleet(RuleBasedStateMachine):
         for pod in self.world.fleets[fleet]:
             engine = self.world.before.get(pod.uid, pod.engine)
             assert engine.hung or engine.core_hung or engine.state != "open" or engine.epoch >= resume.epoch
+
+    def check_erased(self, resume: Command) -> None:
+        """``Hold``: when one is resumed, nothing old is in its fleet's store, nor on its way there."""
+        fleet = next(name for name in self.world.fleets if f"fleet-{name}" == resume.replica.fleet)
+        queued = {kv for pod in self.world.fleets[fleet] if pod.engine.state != "open" for kv in pod.engine.queue}
+        assert {epoch for _, epoch in self.world.store[fleet] | queued} <= {resume.epoch}
 
     @rule()
     def serve(self) -> None:

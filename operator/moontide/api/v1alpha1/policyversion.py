@@ -50,6 +50,11 @@ class PolicyVersionSpec(Api):
                 "runningRequests: Wait, or strategy: Barrier",
             ),
             rule(
+                "self.strategy != 'Fence' || self.onStoreFailure == 'Detach'",
+                "strategy Fence pauses nobody, so nobody can be held until old keys are removed; write onStoreFailure: "
+                "Detach, or strategy: Barrier",
+            ),
+            rule(
                 "(self.weights == 'Load') == has(self.weightsSource)",
                 "weightsSource says where engines load weights from, with weights: Load and only then; write for "
                 "example weights: Load and weightsSource: /models/policy-{version}, or remove it",
@@ -95,6 +100,9 @@ class PolicyVersionSpec(Api):
     on_replica_failure: Literal["Isolate", "Replace", "Hold"] = "Replace"
     """What becomes of a replica that does not answer in time: ``Isolate`` closes it and goes on without it,
     ``Replace`` deletes its pod too, ``Hold`` waits for a person."""
+    on_store_failure: Literal["Detach", "Hold"] = "Detach"
+    """What a store that does not answer holds up. ``Detach``: a fleet whose keys carry the epoch serves on, and old
+    keys are removed when the store is back. ``Hold``: no replica resumes before their removal was verified."""
     suspend: bool = False
     """Begin no change and no preparation; what is under way is finished, and newcomers are admitted."""
     reset_nonce: Annotated[str, Field(max_length=128)] = ""
