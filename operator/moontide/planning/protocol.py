@@ -556,7 +556,26 @@ class Turn:
     @property
     def waits(self) -> list[tuple[Replica, Step]]:
         """Replicas that are waited for, and what they lack."""
-        return [(replica, step) for replica, step in self.steps if isinstance(step, Step)]
+        found = [(replica, step if isinstance(step, Step) else _closed_for(step)) for replica, step in self.steps]
+        return [(replica, step) for replica, step in found if step is not None]
+
+    @property
+    def loading(self) -> list[Replica]:
+        """Replicas that lack weights which they load themselves."""
+        return [replica for replica, step in self.steps if _is_load(step)]
+
+
+_CLOSED_FOR = {"WaitingForWeights": Step.ADMIT, "LoadFailed": Step.LOAD}
+
+
+def _closed_for(step: NextStep) -> Step | None:
+    """What a replica that is about to be closed lacks."""
+    closes = isinstance(step, Command) and step.step is Step.CLOSE
+    return _CLOSED_FOR.get(str(step.body["reason"])) if closes and isinstance(step, Command) else None
+
+
+def _is_load(step: NextStep) -> bool:
+    return Step.LOAD in (step, _closed_for(step)) or (isinstance(step, Command) and step.step is Step.LOAD)
 
 
 def _plain_turn(view: View, fleet: Fleet, member: Member) -> Turn:
@@ -582,16 +601,12 @@ def _salted_turn(view: View, fleet: Fleet, member: Member) -> Turn:
     return Turn(fleet, True, bool(elsewhere), blocked, steps, _awaited_loads(view, fleet, steps), store)
 
 
-def _step(step: NextStep) -> Step | None:
-    return step.step if isinstance(step, Command) else step
-
-
 def _awaited_loads(view: View, fleet: Fleet, steps: tuple[tuple[Replica, NextStep], ...]) -> tuple[Replica, ...]:
     """The replicas that load and without which the change is not finished: those that served, as long as they are not
     given up, and all if nobody serves."""
     if view.finished:
         return ()
-    loading = tuple(replica for replica, step in steps if _step(step) is Step.LOAD)
+    loading = tuple(replica for replica, step in steps if _is_load(step))
     if not any(r.status is not None and _current(r.status, view.epoch) for r in fleet.replicas):
         return loading
     return tuple(r for r in loading if r.may_have_served and not (view.load_fails(r) and view.given_up(r)))
@@ -652,7 +667,7 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
         blocked=any(turn.blocked for turn in turns),
         unwiped=any(member.wiped_epoch < view.epoch for member in known.values()),
         waits=tuple(wait for turn in turns for wait in turn.waits),
-        loading=tuple(r.name for turn in turns for r, step in turn.steps if _step(step) is Step.LOAD),
+        loading=tuple(r.name for turn in turns for r in turn.loading),
         awaited_loads=tuple(r.name for turn in turns for r in turn.loads),
     )
     after, notes = report.timeline(look, after)

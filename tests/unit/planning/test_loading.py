@@ -150,7 +150,9 @@ def test_a_source_that_nobody_can_load_replaces_no_pod(failure: str, fences: boo
     assert world.condition("Degraded") == ("True", "StepFailing")
     assert [(f.step, f.reason) for f in world.status.failures] == [("load", "LoadFailed")] * 2
     assert BAD in world.status.failures[0].message
-    turns(world, 20)
+    for _ in range(20):
+        turns(world, 1)
+        assert world.condition("Current") == ("False", "LoadFailed")
     # Whom it takes too long serves nothing, and holds nothing.
     assert {p.engine.state for p in world.pods} == {"paused" if failure == "Hold" else "closed"}
     turns(world, 100, 10)

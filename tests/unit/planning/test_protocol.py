@@ -850,3 +850,17 @@ def test_suspend_begins_nothing_finishes_what_is_under_way_and_admits_newcomers(
     world.run()
     assert world.condition("Current") == ("True", "Current")
     assert {p.engine.epoch for p in world.pods} == {3}
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_a_fleet_that_is_closed_for_its_weights_is_at_no_moment_current(fences: bool) -> None:
+    world = settled(fences=fences)
+    world.bump("1", preparing="2")
+    world.run()
+    world.bump("2", preparing=None)
+    for _ in range(12):
+        world.turn()
+        assert world.condition("Current")[0] == "False"
+        world.pass_time(0.5)
+    assert {p.engine.state for p in world.pods} == {"closed"}
+    assert world.condition("Current") == ("False", "WaitingForWeights")
