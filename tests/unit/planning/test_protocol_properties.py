@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moontide.api.v1alpha1 import PolicyVersionSpec
+from moontide.planning import protocol
 from moontide.planning.model import Command, Replace, Step, Wipe
 from tests.unit.planning.world import Pod, World
 
@@ -260,6 +261,11 @@ class Fleet(RuleBasedStateMachine):
             pod.engine.running = 0
             if pod.terminating:
                 world.remove(pod)
+        view = protocol.View(world.spec, world.status, world.now)
+        if view.late_puts_are_over and any(epoch < view.epoch for pod in world.pods for _, epoch in pod.engine.queue):
+            # A hang that outlasts the last collection: what is put after it stays, unfound, until the next change.
+            world.upload()
+            world.bump(world.spec.version, reset_nonce="again")
         for _ in range(60):
             # The trainer gives newcomers their weights too, those that replace a failed replica included.
             if not self.loads:
