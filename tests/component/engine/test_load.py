@@ -123,8 +123,9 @@ def test_the_same_again_loads_nothing(loader: Loader) -> None:
     log = loader.replica.process.log.read_text(errors="replace")
     assert loader.load(loader.models["b"], "44")["success"]
     since = loader.replica.process.log.read_text(errors="replace")[len(log) :]
-    assert '"load"' in log
-    assert '"load"' not in since
+    event = '"event": "load"'
+    assert event in log
+    assert event not in since
 
 
 def test_a_folder_that_is_not_there(loader: Loader) -> None:
@@ -254,7 +255,7 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(loader: Loader) -> No
     assert loader.answers() == loader.cold["b"]
 
 
-def test_stock_mixes_a_load_that_failed_into_the_next_one(loader: Loader, tmp_path: Path) -> None:
+def test_stock_answers_the_next_call_with_the_error_of_the_last(loader: Loader, tmp_path: Path) -> None:
     """What the patch is for; it leaves an engine that nobody can use, so it is the last."""
     bad = changed(loader.models["a"], tmp_path / "wrong", wrong=LATE)
 
@@ -263,6 +264,8 @@ def test_stock_mixes_a_load_that_failed_into_the_next_one(loader: Loader, tmp_pa
         return loader.replica.post("/collective_rpc", body).status_code
 
     assert reload(bad) == 500
-    again = reload(loader.models["b"])
-    loader.open("stock")
-    assert again != 200 or loader.answers() != loader.cold["b"]
+    # The other rank's error is still in its queue, so a call gets it that went well.
+    later = [reload(loader.models["b"]), reload(loader.models["b"])]
+    code, answer = loader.replica.command("admit", loader.epoch, version="stock", salt="policy/stock")
+    print(f"after a load that failed, good ones answered {later}, and an admission {code} {answer['message'][:200]}")
+    assert later != [200, 200] or not answer["success"]
