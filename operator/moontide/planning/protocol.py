@@ -13,14 +13,14 @@ Invariants (each has a property test in tests/unit/planning)
     I2  A plain fleet's keys are wiped for epoch *e* only when no engine that may have served can still write: every
         such engine is quiesced, drained and reset, or its container is gone. An engine that does not answer blocks it.
     I3  An engine of a plain fleet is admitted to *e*, and resumed in it, only when its fleet's wipe for *e* was
-        verified, and only while it is clean and drained. One of a salted fleet is admitted with the salt of *e*.
+        verified, and only while it is clean and drained. One of a salted fleet is admitted with the salt of *e*; with
+        ``onStoreFailure: Hold`` only as one of a plain fleet is.
     I4  An engine is admitted only when it reports the weights of *e* (``weights: External`` and ``Load``), and never
         while it loads some or after a load of it has failed.
     I5  ``Barrier``: none is resumed in *e* while another of its fleet may be open elsewhere, except one that did not
         answer for ``replicaTimeoutSeconds`` (``onReplicaFailure: Hold`` makes no exception; plain fleets neither).
     I6  A step counts when a later look at the engine says so; never because a call returned.
     I7  Nothing is remembered outside ``status`` and the engines: any operator can take over after any action.
-        With ``onStoreFailure: Hold`` the same is true of a salted fleet, until its wipe is verified.
     I8  Replicas that never served (newcomers) are not waited for; they stay closed until admitted.
 
 Algorithm
@@ -330,13 +330,13 @@ class View:
 
     @property
     def source(self) -> str:
-        """Where engines load the weights of the epoch from."""
+        """Where engines load the weights of the epoch from; empty where they do not."""
         return self.spec.source(self.status.target_version or "")
 
     def load_fails(self, replica: Replica) -> bool:
         """Whether its last load of the epoch's weights failed, also while it tries again."""
         load = None if replica.status is None else replica.status.loading
-        if load is None or not load.error or self.spec.weights != "Load":
+        if load is None or not load.error:
             return False
         return (load.source, load.version) == (self.source, self.status.target_version)
 
@@ -762,7 +762,7 @@ def _fresh_failures(view: View, turns: list[Turn]) -> list[ReplicaFailure]:
 
 
 def _load_failure(name: str, error: str, before: ReplicaFailure | None, now: dt.datetime) -> ReplicaFailure:
-    since = before.since if before is not None and before.step == Step.LOAD.value else timestamp(now)
+    since = before.since if before is not None else timestamp(now)
     return ReplicaFailure(replica=name, step=Step.LOAD.value, reason="LoadFailed", message=error[:1024], since=since)
 
 

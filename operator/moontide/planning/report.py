@@ -100,7 +100,6 @@ def timeline(look: Look, status: PolicyVersionStatus) -> tuple[PolicyVersionStat
     loaded = not look.awaited_loads
     drained = still and Step.DRAIN not in left
     invalidated = drained and not left & {Step.RESET, *(() if look.plain else (Step.ADMIT,))}
-    invalidated = invalidated and (loaded or look.plain)
     resumed = not look.moving and not look.preparing and look.hold is None
     stages: list[tuple[str, str, bool]] = [("quiesced_at", "Quiesced", still)]
     if look.plain:

@@ -32,7 +32,10 @@ def turns(world: World, count: int, seconds: float = 1.0) -> list[str]:
     """Steps of so many turns."""
     seen = []
     for _ in range(count):
-        seen += steps(world.turn())
+        plan = world.turn()
+        seen += steps(plan)
+        names = [failure.replica for failure in plan.status.failures]
+        assert len(names) == len(set(names))
         world.serve()
         world.pass_time(seconds)
     return seen
@@ -99,21 +102,24 @@ def test_the_change_waits_for_loads_and_says_so() -> None:
     assert world.condition("Current") == ("True", "Current")
 
 
-def test_who_has_loaded_serves_while_others_load() -> None:
-    world = settled()
+@pytest.mark.parametrize("fences", [True, False])
+def test_who_has_loaded_serves_while_others_load(fences: bool) -> None:
+    world = settled(fences=fences)
     world.bump("2")
     turns(world, 2, 0.1)
     world.give_weights(world.pod(0), "2")
     world.load_seconds = 50
-    turns(world, 6)
+    seen = turns(world, 9)
     assert world.pod(0).engine.state == "open"
     assert world.condition("Current") == ("False", "Loading")
-    turns(world, 55)
+    seen += turns(world, 55)
+    assert seen.count("load") == 1
     assert world.condition("Current") == ("True", "Current")
 
 
-def test_past_the_deadline_engines_close_and_go_on_loading() -> None:
-    world = settled(deadlineSeconds=30)
+@pytest.mark.parametrize("fences", [True, False])
+def test_past_the_deadline_engines_close_and_go_on_loading(fences: bool) -> None:
+    world = settled(fences=fences, deadlineSeconds=30)
     world.load_seconds = 50
     world.bump("2")
     seen = turns(world, 40)
@@ -178,6 +184,16 @@ def test_a_bad_source_is_left_by_going_back() -> None:
     assert {(p.engine.state, p.engine.version, p.engine.weights) for p in world.pods} == {("open", "1", "1")}
 
 
+def test_a_source_that_is_corrected_is_loaded_at_once() -> None:
+    world = settled()
+    world.sources.add(BAD)
+    world.bump("2")
+    turns(world, 25)
+    world.bump("2", weights_source="/other/policy-{version}")
+    assert turns(world, 3).count("load") == 2
+    assert {(p.engine.state, p.engine.source) for p in world.pods} == {("open", "/other/policy-2")}
+
+
 def test_a_failed_load_is_tried_again_after_ever_longer() -> None:
     world = settled(onReplicaFailure="Hold")
     world.sources.add(BAD)
@@ -224,6 +240,22 @@ def test_the_others_go_on_without_one_that_cannot_load(fences: bool) -> None:
     turns(world, 10, 10)
     assert {p.engine.state for p in world.pods} == {"open"}
     assert world.condition("Degraded") == ("False", "AsExpected")
+
+
+def test_one_that_is_given_up_does_not_hide_that_another_loads() -> None:
+    world = settled(size=3, onReplicaFailure="Isolate")
+    world.pod(2).engine.running = 1
+    world.bump("2")
+    turns(world, 2, 0.1)
+    world.give_weights(world.pod(1), "2")
+    world.sources.add(BAD)
+    turns(world, 30)
+    assert world.pod(0).engine.reason == "LoadFailed"
+    world.load_seconds = 500
+    world.pod(2).engine.running = 0
+    turns(world, 4)
+    assert [failure.replica for failure in world.status.failures] == [world.pod(0).name]
+    assert world.condition("Current") == ("False", "Loading")
 
 
 def test_a_pod_that_cannot_load_what_another_could_is_replaced_once() -> None:
@@ -309,6 +341,14 @@ def test_requests_that_are_kept_stand_still_while_weights_are_loaded() -> None:
     assert world.pod(0).engine.running == 3
 
 
+def test_a_fleet_that_can_keep_no_requests_loads_without_any() -> None:
+    world = settled(fences=False, runningRequests="Keep")
+    world.bump("2")
+    turns(world, 8, 0.1)
+    loads = [a for plan in world.plans for a in plan.actions if isinstance(a, Command) and a.step is Step.LOAD]
+    assert [load.body["keep"] for load in loads] == [False, False]
+
+
 def test_requests_that_run_are_waited_for_before_a_load() -> None:
     world = settled()
     world.pod(0).engine.running = 3
@@ -333,6 +373,8 @@ def test_what_a_failed_load_has_left_is_never_admitted(weights: str) -> None:
     assert "admit" not in seen
     assert "load" not in seen
     assert {p.engine.state for p in world.pods} == {"closed"}
+    assert world.status.failures == ()
+    assert world.condition("Current") == ("False", "WaitingForWeights")
     world.push_weights("2")
     turns(world, 10)
     assert {p.engine.state for p in world.pods} == {"open"}
@@ -346,6 +388,16 @@ def test_a_pod_that_is_on_its_way_out_loads_nothing() -> None:
     assert world.pod(0).engine.source == ""
     assert world.pod(0).engine.state == "closed"
     assert world.condition("Current") == ("True", "Current")
+
+
+def test_the_failure_of_a_pod_that_is_on_its_way_out_is_forgotten() -> None:
+    world = settled()
+    world.sources.add(BAD)
+    world.bump("2")
+    turns(world, 6)
+    world.pod(0).terminating = True
+    turns(world, 2)
+    assert [failure.replica for failure in world.status.failures] == [world.pod(1).name]
 
 
 def test_an_answer_that_it_loads_is_no_failure_and_mends_none() -> None:

@@ -133,6 +133,32 @@ def test_hold_stops_nobody_who_serves_in_the_epoch_already() -> None:
     assert {p.engine.state for p in world.pods} == {"paused"}
 
 
+def test_hold_in_the_midst_of_a_change_leaves_a_fleet_alone_that_is_done_with_it() -> None:
+    """Its old keys are gone, and the one that is closed writes what nobody finds."""
+    world = settled(fences=True, onReplicaFailure="Isolate")
+    world.add_fleet("late", 1)
+    world.run()
+    late = world.fleets["late"][0]
+    closed = world.pod(0)
+    closed.engine.core_hung = True
+    world.push_weights("2")
+    late.engine.running = 1
+    world.bump("2")
+    for _ in range(60):
+        world.turn()
+        world.pass_time(1)
+    closed.engine.core_hung = False
+    closed.engine.weights = "other"
+    assert (closed.engine.state, closed.engine.clean, late.engine.state) == ("closed", False, "paused")
+    assert world.status.last_update is not None
+    assert world.status.last_update.resumed_at is None
+    world.bump("2", on_store_failure="Hold")
+    for _ in range(12):
+        world.turn()
+        assert world.pod(1).engine.state == "open"
+        world.pass_time(0.5)
+
+
 def test_detach_lets_those_go_who_are_held() -> None:
     world = changed(onStoreFailure="Hold")
     turns(world)
