@@ -126,6 +126,7 @@ def crd(kind: Kind[Any], annotations: dict[str, str] | None = None) -> dict[str,
             "statusReplicasPath": ".status.replicas",
             "labelSelectorPath": ".status.selector",
         }
+    selectable = {"selectableFields": [{"jsonPath": path} for path in kind.selectable]} if kind.selectable else {}
     metadata: dict[str, Any] = {"name": f"{kind.plural}.{GROUP}"}
     if annotations:
         metadata["annotations"] = annotations
@@ -152,6 +153,7 @@ def crd(kind: Kind[Any], annotations: dict[str, str] | None = None) -> dict[str,
                     "schema": {"openAPIV3Schema": schema(kind.model)},
                     "subresources": subresources,
                     "additionalPrinterColumns": [_column(column) for column in kind.columns],
+                    **selectable,
                 }
             ],
         },

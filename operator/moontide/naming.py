@@ -30,6 +30,11 @@ def admin_secret(deployment: str) -> str:
     return f"{deployment}-admin"
 
 
+def qualified(name: str, namespace: str, home: str) -> str:
+    """How an object is called in the status of one in namespace ``home``."""
+    return name if namespace == home else f"{namespace}/{name}"
+
+
 def service_host(service: str, namespace: str) -> str:
     """DNS name of a Service inside the cluster."""
     return f"{service}.{namespace}.svc"

@@ -98,6 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         _with(POLICY, "spec", {"version": 7, "strategy": "Fence", "onStoreFailure": "Hold"}),
         "write onStoreFailure: Detach, or strategy: Barrier",
     ),
+    (_with(POLICY, "spec.allowedNamespaces", ["*", "team-b"]), "write ['*'] for every namespace, or the names alone"),
 ]
 EPOCH_RULE = "an epoch only goes up"
 """Of a status that follows another: it has a test of its own."""
@@ -144,6 +145,9 @@ def test_no_rule_is_without_a_case() -> None:
         _with(POLICY, "spec.weights", "Pull"),
         _with(POLICY, "spec.onStoreFailure", "Fallback"),
         _with(POLICY, "spec.deadlineSeconds", 1),
+        _with(POLICY, "spec.allowedNamespaces", ["Team_B"]),
+        _with(POLICY, "spec.allowedNamespaces", ["a", "a"]),
+        _with(FLEET, "spec.policyRef", {"name": "p", "namespace": "Team_B"}),
         _with(POOL, "spec.memory.perReplica", "lots"),
         _with(POOL, "spec.master.evictionHighWatermarkPercent", 101),
     ],
@@ -184,6 +188,7 @@ def test_defaults(kubectl: Any, namespace: str) -> None:
         "onStoreFailure": "Detach",
         "suspend": False,
         "resetNonce": "",
+        "allowedNamespaces": [],
     }
 
 

@@ -66,11 +66,11 @@ class Routes:
 
 def _named(namespace: str, body: Mapping[str, Any]) -> frozenset[Key]:
     spec = body.get("spec") or {}
-    policy = (spec.get("policyRef") or {}).get("name")
+    ref = spec.get("policyRef") or {}
     pool = ((spec.get("kvCache") or {}).get("poolRef") or {}).get("name")
     named = set()
-    if policy:
-        named.add(Key(POLICY.kind, namespace, policy))
+    if ref.get("name"):
+        named.add(Key(POLICY.kind, ref.get("namespace") or namespace, ref["name"]))
     if pool:
         named.add(Key(POOL.kind, namespace, pool))
     return frozenset(named)

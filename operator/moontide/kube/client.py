@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -148,13 +148,44 @@ class Kube:
         found = [parse(DEPLOYMENT, item) for item in cast("dict[str, Any]", answer)["items"]]
         return sorted(found, key=lambda resource: resource.meta.name)
 
-    async def list_deployments_following(self, namespace: str, policy: str) -> list[Resource[InferenceDeployment]]:
-        """The InferenceDeployments of the namespace whose ``policyRef`` names ``policy``, by name."""
-        return [
-            resource
-            for resource in await self.list_deployments(namespace)
-            if resource.model.spec.policy_ref is not None and resource.model.spec.policy_ref.name == policy
-        ]
+    async def list_deployments_following(
+        self, namespace: str, policy: str, allowed: Collection[str] = ()
+    ) -> list[Resource[InferenceDeployment]]:
+        """The InferenceDeployments whose ``policyRef`` names ``policy`` of ``namespace``, by namespace and name.
+
+        They are looked for in that namespace and in ``allowed`` ones (``*``: all).
+        """
+        found = list(await self.list_deployments(namespace))
+        for other in ("",) if "*" in allowed else sorted(set(allowed) - {namespace}):
+            found += await self._list_naming(other, policy)
+        following = {each.meta.uid: each for each in found if _follows(each, namespace, policy)}
+        return sorted(following.values(), key=lambda each: (each.meta.namespace, each.meta.name))
+
+    async def _list_naming(self, namespace: str, policy: str) -> list[Resource[InferenceDeployment]]:
+        """The InferenceDeployments of one namespace (of all: an empty one) that name a policy of that name.
+
+        The API server selects them, so that a fleet costs only those who follow it; one that cannot (before 1.31)
+        sends all.
+        """
+        for selector in (f"spec.policyRef.name={policy}", None):
+            more: dict[str, Any] = {"field_selector": selector} if selector else {}
+            try:
+                with mapped(f"list InferenceDeployments of {namespace or 'all namespaces'}"):
+                    answer = await (
+                        self._custom.list_namespaced_custom_object(
+                            GROUP, VERSION, namespace, DEPLOYMENT.plural, _request_timeout=REQUEST_SECONDS, **more
+                        )
+                        if namespace
+                        else self._custom.list_cluster_custom_object(
+                            GROUP, VERSION, DEPLOYMENT.plural, _request_timeout=REQUEST_SECONDS, **more
+                        )
+                    )
+            except InvalidSpec:
+                if selector is None:
+                    raise
+                continue
+            break
+        return [parse(DEPLOYMENT, item) for item in cast("dict[str, Any]", answer)["items"]]
 
     async def list_deployments_of_pool(self, namespace: str, pool: str) -> list[Resource[InferenceDeployment]]:
         """The InferenceDeployments of the namespace whose ``kvCache.poolRef`` names ``pool``, by name."""
@@ -444,6 +475,11 @@ class Kube:
             await self._core.create_namespaced_secret(
                 namespace, secret, field_manager=MANAGER, _request_timeout=REQUEST_SECONDS
             )
+
+
+def _follows(deployment: Resource[InferenceDeployment], namespace: str, policy: str) -> bool:
+    ref = deployment.model.spec.policy_ref
+    return ref is not None and (ref.namespace or deployment.meta.namespace, ref.name) == (namespace, policy)
 
 
 def _identity(child: Child) -> tuple[str, str, k8s.V1OwnerReference]:

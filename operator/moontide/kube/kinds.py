@@ -31,6 +31,8 @@ class Kind(Generic[T]):
     model: type[T]
     columns: tuple[Column, ...]
     scale: bool = False
+    selectable: tuple[str, ...] = ()
+    """Paths that field selectors may name."""
 
 
 _AGE = Column("Age", ".metadata.creationTimestamp", "date")
@@ -65,6 +67,7 @@ DEPLOYMENT = Kind(
         _AGE,
     ),
     scale=True,
+    selectable=(".spec.policyRef.name",),
 )
 
 POLICY = Kind(

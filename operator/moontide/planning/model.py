@@ -94,6 +94,7 @@ class Replica:
     """One engine: a pod, and what its engine answered."""
 
     name: str
+    """As status calls it: with the namespace in front where that is not the policy's."""
     pod_uid: str
     fleet: str
     """UID of the InferenceDeployment."""
@@ -107,6 +108,9 @@ class Replica:
     status: EngineStatus | None = None
     error: str = ""
     """Why ``status`` is None, for people."""
+    namespace: str = ""
+    pod: str = ""
+    """Name of the pod."""
 
     @property
     def silent(self) -> bool:
@@ -126,6 +130,7 @@ class Fleet:
     """An InferenceDeployment that follows the policy."""
 
     name: str
+    """As status calls it: ``namespace/name`` where that is not the policy's namespace."""
     uid: str
     pool: str | None = None
     """Name of the pool it shares KV through; None when it keeps local caches only."""
@@ -134,6 +139,8 @@ class Fleet:
     replicas: tuple[Replica, ...] = ()
     token_secret: str = ""
     """Name of the Secret with the bearer token of its admin ports."""
+    namespace: str = ""
+    """Of its pods, its pool and its Secret."""
 
 
 @dataclass(frozen=True)

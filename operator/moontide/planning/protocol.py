@@ -696,6 +696,7 @@ def _prepared(status: PolicyVersionStatus, observed: Observed) -> tuple[PolicyVe
     fleets = tuple(
         PreparedFleet(
             name=fleet.name,
+            namespace=fleet.namespace or None,
             token_secret=fleet.token_secret,
             addresses=tuple(r.address for r in fleet.replicas if r.address and not r.terminating)[:MAX_ADDRESSES],
         )

@@ -23,8 +23,8 @@ def running_container(pod: k8s.V1Pod) -> str | None:
     return None
 
 
-def unasked(pod: k8s.V1Pod, fleet_uid: str) -> Replica:
-    """The replica that ``pod`` is, before its engine was asked."""
+def unasked(pod: k8s.V1Pod, fleet_uid: str, namespace: str, home: str) -> Replica:
+    """The replica that ``pod`` is, before its engine was asked, as it is called in namespace ``home``."""
     metadata = pod.metadata
     if metadata is None or not metadata.name or not metadata.uid:
         raise ValueError("a pod without a name or uid was never stored by an API server")
@@ -32,7 +32,9 @@ def unasked(pod: k8s.V1Pod, fleet_uid: str) -> Replica:
     admitted = (metadata.annotations or {}).get(labels.ADMITTED_CONTAINER)
     ip = pod.status.pod_ip if pod.status is not None else None
     return Replica(
-        name=metadata.name,
+        name=naming.qualified(metadata.name, namespace, home),
+        namespace=namespace,
+        pod=metadata.name,
         pod_uid=metadata.uid,
         fleet=fleet_uid,
         address=f"{ip}:{naming.ADMIN_PORT}" if ip else None,
@@ -47,22 +49,29 @@ def owned(pod: k8s.V1Pod) -> bool:
     return pod.status is None or pod.status.phase not in ("Succeeded", "Failed")
 
 
-async def observe(ctx: Context, deployment: Resource[InferenceDeployment]) -> Fleet:
-    """One look at a fleet: its pods, terminating ones included, each with what its engine answered."""
+async def observe(ctx: Context, deployment: Resource[InferenceDeployment], home: str | None = None) -> Fleet:
+    """One look at a fleet: its pods, terminating ones included, each with what its engine answered.
+
+    ``home``: the namespace of who looks; names from another one have the namespace in front.
+    """
     meta, spec = deployment.meta, deployment.model.spec
     pods = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.engine_labels(meta.name)))
     token = ctx.tokens.derive(meta.uid)
+    home = home or meta.namespace
 
     async def ask(replica: Replica) -> Replica:
         if replica.address is None:
             return _with(replica, Unanswered("NoAddress", "the pod has no address yet"))
         return _with(replica, await engine_status(ctx.http, replica.address, token))
 
-    replicas: list[Replica] = await fan_out([unasked(pod, meta.uid) for pod in pods if owned(pod)], ask)
+    replicas: list[Replica] = await fan_out(
+        [unasked(pod, meta.uid, meta.namespace, home) for pod in pods if owned(pod)], ask
+    )
     pool_name = spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None
     pool = await ctx.kube.get_pool(meta.namespace, pool_name) if pool_name is not None else None
     return Fleet(
-        name=meta.name,
+        name=naming.qualified(meta.name, meta.namespace, home),
+        namespace=meta.namespace,
         uid=meta.uid,
         pool=pool_name,
         pool_uid=pool.meta.uid if pool is not None else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kubernetes.aio import client as k8s
 
@@ -44,6 +44,9 @@ class Around:
 
     pool: Resource[KVCachePool] | None = None
     policy: Resource[PolicyVersion] | None = None
+    """None, too, where the fleet may not follow it: then it is as good as missing."""
+    not_followed: InvalidSpec | None = None
+    """Why the policy is None although it may exist."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,8 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     if resource is None or resource.meta.deletion_timestamp is not None:
         return GONE_SECONDS
     spec = resource.model.spec
-    around = Around(
-        pool=await ctx.kube.get_pool(namespace, spec.kv_cache.pool_ref.name) if spec.kv_cache is not None else None,
-        policy=await ctx.kube.get_policy(namespace, spec.policy_ref.name) if spec.policy_ref is not None else None,
-    )
+    pool = await ctx.kube.get_pool(namespace, spec.kv_cache.pool_ref.name) if spec.kv_cache is not None else None
+    around = replace(await policy_of(ctx, resource), pool=pool)
     refusal, again = None, SETTLED_SECONDS
     if spec.kv_cache is None or around.pool is not None:
         try:
@@ -97,6 +98,28 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
         await announce(ctx, resource, before.conditions, now.conditions, expected=EXPECTED)
     settled = now.current_replicas == now.ready_replicas == spec.replicas and not now.closed
     return requeue if settled else min(requeue, SETTLING_SECONDS)
+
+
+async def policy_of(ctx: Context, resource: Resource[InferenceDeployment]) -> Around:
+    """The policy that the fleet follows, or why it follows none."""
+    ref, namespace = resource.model.spec.policy_ref, resource.meta.namespace
+    if ref is None:
+        return Around()
+    place, served = ref.namespace or namespace, ctx.config.watch_namespace
+    if served and place != served:
+        text = (
+            f"this operator serves namespace {served} only, so no policy of namespace {place} can be followed: remove "
+            f"spec.policyRef.namespace and name a policy of {served}, or install Moontide without watchNamespace"
+        )
+        return Around(not_followed=InvalidSpec("PolicyOutOfReach", text))
+    policy = await ctx.kube.get_policy(place, ref.name)
+    if policy is not None and place != namespace and not policy.model.spec.allows(namespace):
+        text = (
+            f"PolicyVersion {ref.name} of namespace {place} does not allow fleets of namespace {namespace}: add "
+            f"{namespace} to its spec.allowedNamespaces; until then admitted engines serve on, new ones wait"
+        )
+        return Around(not_followed=InvalidSpec("PolicyNotAllowed", text))
+    return Around(policy=policy)
 
 
 def children(
@@ -300,12 +323,15 @@ def kv_cache_attached(resource: Resource[InferenceDeployment], seen: Seen) -> Ve
 def policy_current(resource: Resource[InferenceDeployment], seen: Seen, current: int) -> Verdict:
     """Whether every wanted replica serves in the fleet's epoch."""
     name, spec = "PolicyCurrent", resource.model.spec
+    if seen.around.not_followed is not None:
+        return Verdict(name, "False", seen.around.not_followed.reason, seen.around.not_followed.message)
     if spec.policy_ref is not None and seen.around.policy is None:
+        place = naming.qualified(spec.policy_ref.name, spec.policy_ref.namespace or "", "")
         return Verdict(
             name,
             "False",
             "PolicyNotFound",
-            f"PolicyVersion {spec.policy_ref.name} does not exist; admitted engines serve on, new ones wait",
+            f"PolicyVersion {place} does not exist; admitted engines serve on, new ones wait",
         )
     if current < spec.replicas:
         return Verdict(name, "False", "Behind", "not every wanted replica serves in the fleet's epoch")

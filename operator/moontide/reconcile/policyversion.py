@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Literal
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
@@ -62,8 +63,8 @@ async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
     """One look, one plan, one set of actions. None means: look again at once."""
     meta = policy.meta
     status = policy.model.status or PolicyVersionStatus()
-    followers = await ctx.kube.list_deployments_following(meta.namespace, meta.name)
-    fleets: list[Fleet] = await fan_out(followers, lambda follower: observe(ctx, follower), limit=16)
+    followers = await following(ctx, policy)
+    fleets: list[Fleet] = await fan_out(followers, lambda each: observe(ctx, each, meta.namespace), limit=16)
     observed = Observed(tuple(fleets), ctx.now(), meta.uid)
     plan = protocol.plan(policy.model.spec, meta.generation, status, observed)
 
@@ -76,13 +77,19 @@ async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
     try:
         if not plan.actions:
             return None if plan.requeue_after == 0.0 else plan.requeue_after
-        results = await _act(ctx, policy, plan.status, list(plan.actions))
+        results = await _act(ctx, policy, followers, plan.status, list(plan.actions))
     finally:
         await telling
     after = protocol.record(plan.status, results, ctx.now())
     if after != plan.status:
         await ctx.kube.apply_policy_status(meta.namespace, meta.name, after, uid=meta.uid)
     return None if any(result.success for result in results) else plan.requeue_after
+
+
+async def following(ctx: Context, policy: Resource[PolicyVersion]) -> list[Resource[InferenceDeployment]]:
+    """The fleets that follow the policy: of its namespace, and of those that it allows and this operator serves."""
+    allowed = () if ctx.config.watch_namespace else policy.model.spec.allowed_namespaces
+    return await ctx.kube.list_deployments_following(policy.meta.namespace, policy.meta.name, allowed)
 
 
 async def _tell(ctx: Context, policy: Resource[PolicyVersion], plan: Plan) -> None:
@@ -93,16 +100,28 @@ async def _tell(ctx: Context, policy: Resource[PolicyVersion], plan: Plan) -> No
 
 
 async def _act(
-    ctx: Context, policy: Resource[PolicyVersion], status: PolicyVersionStatus, actions: list[Action]
+    ctx: Context,
+    policy: Resource[PolicyVersion],
+    followers: list[Resource[InferenceDeployment]],
+    status: PolicyVersionStatus,
+    actions: list[Action],
 ) -> list[Result]:
     """Carry the actions out side by side, one result each, in order. A failure that goes on is told once."""
     epoch = status.epoch
     known = {(failure.replica, failure.step, failure.reason) for failure in status.failures}
     limit = asyncio.Semaphore(CALLS_AT_ONCE)
+    elsewhere = {each.meta.uid: each for each in followers if each.meta.namespace != policy.meta.namespace}
 
     async def one(action: Action) -> Result:
         async with limit:
-            return await perform(ctx, policy.meta.namespace, action)
+            return await perform(ctx, action)
+
+    async def tell(action: Action, reason: str, message: str, type: Literal["Normal", "Warning"] = "Normal") -> None:
+        """On the policy, and on a fleet whose people may not see the policy's namespace."""
+        await ctx.kube.event(policy, reason, message, type)
+        fleet = action.fleet.uid if isinstance(action, Wipe | Collect) else action.replica.fleet
+        if fleet in elsewhere:
+            await ctx.kube.event(elsewhere[fleet], reason, message, type)
 
     results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS)
     for result in results:
@@ -120,13 +139,13 @@ async def _act(
             extra=_fields(policy, epoch, replica=replica, step=step.value, seconds=round(result.seconds, 4)),
         )
         if isinstance(action, Replace):
-            await ctx.kube.event(policy, "ReplicaReplaced", f"{replica}: {action.message}", "Warning")
+            await tell(action, "ReplicaReplaced", f"{replica}: {action.message}", "Warning")
         elif step is Step.CLOSE and result.success:
-            await ctx.kube.event(policy, "ReplicaClosed", f"{replica}: {action_reason(action)}", "Warning")
+            await tell(action, "ReplicaClosed", f"{replica}: {action_reason(action)}", "Warning")
         elif step is Step.ADMIT and result.success and _was_closed(action):
-            await ctx.kube.event(policy, "ReplicaAdmitted", f"{replica} is admitted to epoch {epoch}")
+            await tell(action, "ReplicaAdmitted", f"{replica} is admitted to epoch {epoch}")
         elif not (result.success or told or waited_for):
-            await ctx.kube.event(policy, "StepFailed", f"{step.value} {replica}: {result.reason}", "Warning")
+            await tell(action, "StepFailed", f"{step.value} {replica}: {result.reason}", "Warning")
     return results
 
 
@@ -149,26 +168,26 @@ def action_reason(action: Action) -> str:
     return str(action.body.get("reason", "")) if isinstance(action, Command) else ""
 
 
-async def perform(ctx: Context, namespace: str, action: Action) -> Result:
+async def perform(ctx: Context, action: Action) -> Result:
     """Carry one action out. What peers do is in the result; the API server's refusals are there too."""
     started = time.monotonic()
     ctx.term()  # Whoever leads no more ends here.
     try:
         if isinstance(action, Replace):
-            pod = action.replica
-            await ctx.kube.delete_pod(namespace, pod.name, pod.pod_uid, REPLACE_GRACE_SECONDS)
+            replica = action.replica
+            await ctx.kube.delete_pod(replica.namespace, replica.pod, replica.pod_uid, REPLACE_GRACE_SECONDS)
             return Result(action, True, "Deleted", seconds=time.monotonic() - started)
         if isinstance(action, Wipe | Collect):
             fleet = action.fleet
             if fleet.pool is None or fleet.pool_uid is None:
                 return wipe_without_store(action, fleet)
-            host = naming.service_host(naming.master(fleet.pool), namespace)
+            host = naming.service_host(naming.master(fleet.pool), fleet.namespace)
             url, token = f"http://{host}:{naming.WIPER_PORT}", ctx.tokens.derive(fleet.pool_uid)
             if isinstance(action, Collect):
                 return await collect(ctx.http, action, url, token, ctx.term())
             return await wipe(ctx.http, action, url, token, ctx.term())
         if action.step is Step.ADMIT:
-            refused = await _mark(ctx, namespace, action)
+            refused = await _mark(ctx, action)
             if refused is not None:
                 return refused
         return await send(ctx.http, action, ctx.tokens.derive(action.replica.fleet), ctx.term())
@@ -176,7 +195,7 @@ async def perform(ctx: Context, namespace: str, action: Action) -> Result:
         return Result(action, False, "ApiServer", error.reason, seconds=time.monotonic() - started)
 
 
-async def _mark(ctx: Context, namespace: str, action: Command) -> Result | None:
+async def _mark(ctx: Context, action: Command) -> Result | None:
     """Before an admission: write on the pod which container may have served from now on. None when that is done."""
     replica = action.replica
     if replica.may_have_served:
@@ -184,7 +203,7 @@ async def _mark(ctx: Context, namespace: str, action: Command) -> Result | None:
     if replica.container_id is None:
         return Result(action, False, "ContainerUnknown", "the kubelet has not yet said which container runs")
     written = await ctx.kube.annotate_pod(
-        namespace, replica.name, replica.pod_uid, labels.ADMITTED_CONTAINER, replica.container_id
+        replica.namespace, replica.pod, replica.pod_uid, labels.ADMITTED_CONTAINER, replica.container_id
     )
     return None if written else Result(action, False, "PodGone", "the pod was deleted meanwhile")
 
@@ -214,9 +233,7 @@ async def reconcile_unmanaged(ctx: Context, deployment: Resource[InferenceDeploy
         if not commands:
             waiting = any(r.status is None and not r.terminating for r in fleet.replicas)
             return 2.0 if waiting else 30.0
-        results: list[Result] = await fan_out(
-            commands, lambda command: perform(ctx, deployment.meta.namespace, command)
-        )
+        results: list[Result] = await fan_out(commands, lambda command: perform(ctx, command))
         for result in results:
             assert isinstance(result.action, Command)
             logger.info(

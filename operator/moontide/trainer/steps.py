@@ -373,17 +373,19 @@ class Change:
         for fleet in fleets:
             addresses = fleet.get("addresses") or ()
             if addresses:
-                token = _given(fleet) or (yield from self._token(str(fleet["tokenSecret"]), until))
+                token = _given(fleet)
+                if not token:
+                    token = yield from self._token(str(fleet["tokenSecret"]), fleet.get("namespace"), until)
                 found += [Engine(str(fleet["name"]), str(address), token) for address in addresses]
         return tuple(found)
 
-    def _token(self, secret: str, until: float) -> Steps[str]:
+    def _token(self, secret: str, namespace: str | None, until: float) -> Steps[str]:
         """The first line of a Secret's ``token``."""
-        namespace = self.target.namespace
+        namespace = namespace or self.target.namespace
         path = f"/api/v1/namespaces/{namespace}/secrets/{secret}"
         answer = yield from call(self.target, path, None, until)
         if answer.status != 200:
-            more = f"; allow the trainer to get Secret {secret} (examples/trainers/rbac.yaml)"
+            more = f"; allow the trainer to get Secret {secret} of {namespace} (examples/trainers/rbac.yaml)"
             text = f"the token of the engines cannot be read from Secret {namespace}/{secret}: {answer.message}"
             raise ApiError(answer.status, text + (more if answer.status == 403 else ""))
         try:

@@ -121,3 +121,22 @@ def test_deletion_retires_and_wakes_whom_it_concerns(routes: Routes, ledger: Led
     ledger.clear()
     routes.resource("InferenceDeployment", "ns", "chat", _body(FLEET_SPEC), deleted=False)
     assert ledger.started == [FLEET]
+
+
+def test_a_policy_and_fleets_of_other_namespaces_wake_each_other(routes: Routes, ledger: Ledger) -> None:
+    far = Key("InferenceDeployment", "far", "chat")
+    spec = {"policyRef": {"name": "policy", "namespace": "ns"}, "kvCache": {"poolRef": {"name": "kv"}}}
+    routes.resource("InferenceDeployment", "far", "chat", _body(spec), deleted=False)
+    assert set(ledger.woken) == {POLICY, Key("KVCachePool", "far", "kv")}
+    ledger.clear()
+    routes.resource("PolicyVersion", "ns", "policy", _body({"allowedNamespaces": ["far"]}), deleted=False)
+    assert set(ledger.woken) == {FLEET, far}
+    ledger.clear()
+    routes.resource("PolicyVersion", "ns", "policy", _body({}, generation=2), deleted=False)
+    assert set(ledger.woken) == {FLEET, far}
+    ledger.clear()
+    routes.child("far", labels.engine_labels("chat"))
+    assert set(ledger.woken) == {far, POLICY}
+    ledger.clear()
+    routes.resource("PolicyVersion", "far", "policy", _body(), deleted=False)
+    assert ledger.woken == []

@@ -93,6 +93,9 @@ class ObjectName(Api):
     name: Annotated[str, Field(min_length=1, max_length=253)]
 
 
+NamespaceName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+
+
 def _amount(schema: dict[str, Any]) -> None:
     schema.clear()
     schema.update(

@@ -10,6 +10,7 @@ from moontide.api.v1alpha1.common import (
     Api,
     Conditions,
     EnvVar,
+    NamespaceName,
     ObjectName,
     Quantity,
     ResourceRequirements,
@@ -110,6 +111,14 @@ class Rollout(Api):
     """How long requests in flight may take to end after SIGTERM."""
 
 
+class PolicyRef(Api):
+    """Names a PolicyVersion."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    namespace: NamespaceName | None = None
+    """Its namespace; the fleet's own when absent. Another one's ``spec.allowedNamespaces`` must list the fleet's."""
+
+
 class InferenceDeploymentSpec(Api):
     """What the user asks of a fleet."""
 
@@ -122,7 +131,7 @@ class InferenceDeploymentSpec(Api):
     """Size of ``/dev/shm``; vLLM needs at least 160Mi."""
     kv_cache: KVCache | None = None
     """Without it the replicas keep local caches only."""
-    policy_ref: ObjectName | None = None
+    policy_ref: PolicyRef | None = None
     """The PolicyVersion this fleet follows; without it epoch 0 holds for ever."""
     rollout: Annotated[Rollout, Field(default_factory=Rollout)]
 

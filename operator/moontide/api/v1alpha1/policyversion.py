@@ -45,6 +45,10 @@ class PolicyVersionSpec(Api):
                 "the whole deadline; write for example 20 and 120",
             ),
             rule(
+                "!('*' in self.allowedNamespaces) || self.allowedNamespaces.size() == 1",
+                "allowedNamespaces holds '*' and names beside it: write ['*'] for every namespace, or the names alone",
+            ),
+            rule(
                 "self.strategy != 'Fence' || self.runningRequests == 'Wait'",
                 "strategy Fence pauses nobody, so requests that run end in the epoch they began in: write "
                 "runningRequests: Wait, or strategy: Barrier",
@@ -108,6 +112,16 @@ class PolicyVersionSpec(Api):
     reset_nonce: Annotated[str, Field(max_length=128)] = ""
     """Any other text than before: a new epoch of the same version, so that nothing that is cached is found again."""
 
+    allowed_namespaces: Annotated[
+        tuple[Annotated[str, Field(max_length=63, pattern=r"^(\*|[a-z0-9]([-a-z0-9]*[a-z0-9])?)$")], ...],
+        Field(max_length=64, json_schema_extra={"x-kubernetes-list-type": "set"}),
+    ] = ()
+    """Namespaces besides this one whose InferenceDeployments may follow the policy; ``*`` alone allows all."""
+
+    def allows(self, namespace: str) -> bool:
+        """Whether fleets of another namespace than the policy's may follow it."""
+        return "*" in self.allowed_namespaces or namespace in self.allowed_namespaces
+
     @property
     def label(self) -> str:
         """The version as the string that engines, headers and status carry."""
@@ -127,6 +141,7 @@ class Member(Api):
     """An InferenceDeployment that follows the policy."""
 
     name: str
+    """``namespace/name`` where it is in another namespace than the policy."""
     uid: str
     wiped_epoch: int = -1
     """The highest epoch for which this fleet's older keys were removed and the removal was verified."""
@@ -141,6 +156,9 @@ class PreparedFleet(Api):
     """Where a trainer finds the engines of one fleet."""
 
     name: str
+    """As in ``members``."""
+    namespace: str | None = None
+    """Of the fleet and of its Secret."""
     token_secret: str
     """The Secret with the bearer token of their admin ports."""
     addresses: Annotated[tuple[str, ...], Field(max_length=2048)] = ()
