@@ -6,6 +6,7 @@ Every command that reached the gate is one JSON line on stdout: step, term, epoc
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -87,9 +88,9 @@ async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
 def main() -> None:
     """Serve until killed."""
     host, port, token_file = sys.argv[1:]
-    gate = Gate("boot", time.monotonic)
+    gate = Gate(os.environ.get("DOUBLE_BOOT_ID", "boot"), time.monotonic)
     middleware = GateMiddleware(_nothing, gate, 16)
-    commands = Recorded(gate, middleware, IdleEngine(), "pod", "")
+    commands = Recorded(gate, middleware, IdleEngine(), "pod", os.environ.get("MOONTIDE_KEY_NAMESPACE", ""))
     app = AdminApp(commands, middleware, _nothing, TokenFile(token_file))
     uvicorn.run(app, host=host, port=int(port), log_level="warning")
 

@@ -28,6 +28,7 @@ POLICY: dict[str, Any] = {
 }
 
 LOAD = {"version": 7, "weights": "Load", "weightsSource": "/models/policy-{version}"}
+ADOPTING: dict[str, Any] = {**FLEET, "spec": {"endpoints": {"urls": ["http://10.0.0.7:8001"]}}}
 
 
 def _with(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -98,10 +99,33 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         _with(POLICY, "spec", {"version": 7, "strategy": "Fence", "onStoreFailure": "Hold"}),
         "write onStoreFailure: Detach, or strategy: Barrier",
     ),
+    (_with(FLEET, "spec.endpoints", {"urls": []}), "a fleet either runs engines or adopts them"),
+    ({**FLEET, "spec": {}}, "a fleet either runs engines or adopts them"),
+    (_with(ADOPTING, "spec.replicas", 2), "remove them, and write one URL a replica"),
+    (_with(ADOPTING, "spec.engine", {"args": ["--seed=1"]}), "remove them, and write one URL a replica"),
+    (_with(ADOPTING, "spec.resources", {"limits": {"cpu": 1}}), "remove them, and write one URL a replica"),
+    (_with(ADOPTING, "spec.rollout", {"drainSeconds": 1}), "remove them, and write one URL a replica"),
+    *(
+        (_with(ADOPTING, "spec.endpoints.urls", [url]), "write for example http://10.0.0.7:8001")
+        for url in (
+            "10.0.0.7:8001",
+            "ftp://10.0.0.7:8001",
+            "http://10.0.0.7",
+            "http://10.0.0.7:8001/",
+            "http://10.0.0.7:8001/v1",
+            "http://10.0.0.7:8001?a=b",
+            "http://user:word@10.0.0.7:8001",
+            "http://10.0.0.7:0",
+            "http://10.0.0.7:65536",
+            "http://Engine-0:8001",
+        )
+    ),
     (_with(POLICY, "spec.allowedNamespaces", ["*", "team-b"]), "write ['*'] for every namespace, or the names alone"),
 ]
 EPOCH_RULE = "an epoch only goes up"
 """Of a status that follows another: it has a test of its own."""
+MODE_RULE = "a fleet cannot change from pods to spec.endpoints or back"
+"""Of a spec that follows another: it has a test of its own."""
 
 
 def _rules(node: Any) -> Iterator[dict[str, str]]:
@@ -125,7 +149,7 @@ def test_each_rule_is_enforced_with_its_message(
 def test_no_rule_is_without_a_case() -> None:
     messages = {rule["message"] for kind in KINDS for rule in _rules(crdgen.schema(kind.model))}
     assert messages
-    parts = [EPOCH_RULE, *(part for _, part in REFUSED)]
+    parts = [EPOCH_RULE, MODE_RULE, *(part for _, part in REFUSED)]
     untested = [message for message in messages if not any(part in message for part in parts)]
     assert untested == []
 
@@ -148,6 +172,8 @@ def test_no_rule_is_without_a_case() -> None:
         _with(POLICY, "spec.allowedNamespaces", ["Team_B"]),
         _with(POLICY, "spec.allowedNamespaces", ["a", "a"]),
         _with(FLEET, "spec.policyRef", {"name": "p", "namespace": "Team_B"}),
+        _with(ADOPTING, "spec.endpoints", {"urls": ["http://10.0.0.7:8001"] * 2}),
+        _with(ADOPTING, "spec.endpoints", {"gone": ["b"]}),
         _with(POOL, "spec.memory.perReplica", "lots"),
         _with(POOL, "spec.master.evictionHighWatermarkPercent", 101),
     ],
@@ -209,6 +235,18 @@ def test_a_part_of_an_object_gets_the_defaults_of_the_rest(kubectl: Any, namespa
     kubectl.apply(body)
     rollout = kubectl.must_get("ifd", "chat", namespace)["spec"]["rollout"]
     assert rollout == {"maxSurge": 1, "maxUnavailable": 1, "drainSeconds": 30}
+
+
+@pytest.mark.parametrize("url", ["https://engine-0.rl.svc:1", "http://[fd00::7]:65535", "http://10.0.0.7:8001"])
+def test_urls_that_are_fine(kubectl: Any, namespace: str, url: str) -> None:
+    kubectl.apply(_with(_with(ADOPTING, "metadata.namespace", namespace), "spec.endpoints.urls", [url]))
+
+
+@pytest.mark.parametrize(("first", "second"), [(FLEET, ADOPTING), (ADOPTING, FLEET)], ids=["to-urls", "to-pods"])
+def test_a_fleet_keeps_its_way(kubectl: Any, namespace: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+    kubectl.apply(_with(first, "metadata.namespace", namespace))
+    with pytest.raises(Exception, match=MODE_RULE):
+        kubectl.apply(_with(second, "metadata.namespace", namespace))
 
 
 def test_status_belongs_to_the_status_subresource(kubectl: Any, namespace: str) -> None:

@@ -67,9 +67,14 @@ async def _json(
     return response.status_code, parsed
 
 
+def base_url(address: str) -> str:
+    """Of an admin plane: ``address`` is ``host:port``, or a URL already."""
+    return address if "://" in address else f"http://{address}"
+
+
 async def engine_status(http: httpx.AsyncClient, address: str, token: str) -> EngineStatus | Unanswered:
-    """What the engine at ``address`` (host:port) says of itself, within :data:`STATUS_SECONDS`."""
-    answer = await _json(http, "GET", f"http://{address}/moontide/v1/status", token, STATUS_SECONDS)
+    """What the engine at ``address`` says of itself, within :data:`STATUS_SECONDS`."""
+    answer = await _json(http, "GET", f"{base_url(address)}/moontide/v1/status", token, STATUS_SECONDS)
     if isinstance(answer, Unanswered):
         return answer
     code, body = answer
@@ -105,7 +110,7 @@ async def send(http: httpx.AsyncClient, command: Command, token: str, term: int)
     body: dict[str, Any] = {"term": term, "epoch": command.epoch, "bootId": engine.boot_id, **command.body}
     if command.step.value in ("quiesce", "drain", "reset", "resume", "fence", "load") or "salt" in command.body:
         body["timeoutSeconds"] = command.timeout_seconds
-    url = f"http://{command.replica.address}/moontide/v1/{command.step.value}"
+    url = f"{base_url(command.replica.address)}/moontide/v1/{command.step.value}"
     answer = await _json(http, "POST", url, token, command.timeout_seconds + MARGIN_SECONDS, body)
     return _result(command, answer, started)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -208,8 +208,34 @@ class Kube:
     async def apply_deployment_status(
         self, namespace: str, name: str, status: InferenceDeploymentStatus, uid: str | None = None
     ) -> bool:
-        """As :meth:`apply_policy_status`, of an InferenceDeployment."""
-        return await self._apply_status(DEPLOYMENT, namespace, name, status, uid)
+        """As :meth:`apply_policy_status`, of an InferenceDeployment. ``adopted`` stays: :meth:`mark_adopted` has it."""
+        return await self._apply_status(DEPLOYMENT, namespace, name, status, uid, without="adopted")
+
+    async def mark_adopted(self, namespace: str, name: str, uid: str, changes: Mapping[str, str | None]) -> bool:
+        """Write boot ids into ``status.adopted`` of an InferenceDeployment, or remove those with None.
+
+        A merge of single keys: whoever writes others at the same time loses nothing. Returns False when the object
+        with this uid is gone.
+        """
+        body = {"metadata": {"uid": uid}, "status": {"adopted": dict(changes)}}
+        with mapped(f"mark engines of {DEPLOYMENT.kind} {namespace}/{name}"):
+            try:
+                await self._custom.patch_namespaced_custom_object_status(
+                    GROUP,
+                    VERSION,
+                    namespace,
+                    DEPLOYMENT.plural,
+                    name,
+                    body,
+                    field_manager=MANAGER,
+                    _content_type=MERGE,
+                    _request_timeout=REQUEST_SECONDS,
+                )
+            except ApiException as error:
+                if error.status in (404, 409):
+                    return False
+                raise
+        return True
 
     async def apply_pool_status(
         self, namespace: str, name: str, status: KVCachePoolStatus, uid: str | None = None
@@ -229,9 +255,12 @@ class Kube:
                 raise
         return parse(kind, cast("dict[str, Any]", body))
 
-    async def _apply_status(self, kind: Kind[T], namespace: str, name: str, status: Api, uid: str | None) -> bool:
+    async def _apply_status(
+        self, kind: Kind[T], namespace: str, name: str, status: Api, uid: str | None, without: str = ""
+    ) -> bool:
         metadata = {"name": name} if uid is None else {"name": name, "uid": uid}
-        body = {"apiVersion": API_VERSION, "kind": kind.kind, "metadata": metadata, "status": status.to_wire()}
+        content = {key: value for key, value in status.to_wire().items() if key != without}
+        body = {"apiVersion": API_VERSION, "kind": kind.kind, "metadata": metadata, "status": content}
         with mapped(f"apply status of {kind.kind} {namespace}/{name}"):
             try:
                 await self._custom.patch_namespaced_custom_object_status(

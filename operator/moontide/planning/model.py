@@ -77,6 +77,10 @@ class EngineStatus(BaseModel):
     responsive: bool = True
     """Whether the engine behind the gate answered. If not, the gate still obeys ``close``."""
     fault: str = ""
+    command_epoch: int = 0
+    """The highest epoch of a command that it accepted; it refuses lower ones."""
+    key_namespace: str = ""
+    """What its keys in a store begin with."""
     salt: str = ""
     """What its block hashes begin with; empty before an admission that named one."""
     held: int = 0
@@ -91,26 +95,32 @@ class EngineStatus(BaseModel):
 
 @dataclass(frozen=True)
 class Replica:
-    """One engine: a pod, and what its engine answered."""
+    """One engine: a pod, or a URL that others gave it, and what the engine answered."""
 
     name: str
     """As status calls it: with the namespace in front where that is not the policy's."""
     pod_uid: str
+    """Of an adopted engine: its URL."""
     fleet: str
     """UID of the InferenceDeployment."""
     address: str | None
-    """``host:port`` of the admin plane; None while the pod has no address."""
+    """``host:port`` of the admin plane, or its URL where that is not http; None while the pod has no address."""
     container_id: str | None
     """The engine container that the kubelet says runs; None when none runs."""
     may_have_served: bool
     """The running container is the one that was marked before an admission: its engine may hold and write KV."""
     terminating: bool = False
+    """On its way out: its pod is being deleted, or its URL is no longer listed."""
     status: EngineStatus | None = None
     error: str = ""
     """Why ``status`` is None, for people."""
     namespace: str = ""
     pod: str = ""
     """Name of the pod."""
+    url: str = ""
+    """Of an engine that others launched and the fleet adopted: it has no pod."""
+    fleet_name: str = ""
+    """Name of the InferenceDeployment, in ``namespace``."""
 
     @property
     def silent(self) -> bool:

@@ -95,6 +95,8 @@ POLL_SECONDS = 1.0
 COLLECT_REQUEUE = 2.0
 """Keys in use have a lease of a few seconds; their collection is tried again until it has run out."""
 IDLE_REQUEUE = 30.0
+ADOPTED_REQUEUE = 5.0
+"""No kubelet and no watch tells of an adopted engine that has restarted, so it is asked."""
 MAX_ADDRESSES = 2048
 LATE_SECONDS = 30.0
 """After the first collection: puts that were under way then have come or failed, so a second finds what they left."""
@@ -683,10 +685,12 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
 def _requeue(look: report.Look, replicas: list[Replica], replaced: bool) -> float:
     if look.moving or replaced:
         return BUSY_REQUEUE
-    starting = any(r.status is None and r.container_id is not None for r in replicas)
+    starting = any(r.status is None and (r.container_id is not None or r.url) for r in replicas)
     if starting or look.hold is not None or look.waits or look.preparing:
         return POLL_SECONDS
-    return COLLECT_REQUEUE if look.unwiped else IDLE_REQUEUE
+    if look.unwiped:
+        return COLLECT_REQUEUE
+    return ADOPTED_REQUEUE if any(r.url for r in replicas) else IDLE_REQUEUE
 
 
 def _prepared(status: PolicyVersionStatus, observed: Observed) -> tuple[PolicyVersionStatus, list[Note]]:
@@ -755,7 +759,7 @@ def _fresh_failures(view: View, turns: list[Turn]) -> list[ReplicaFailure]:
                 replica=name,
                 step=Step.QUIESCE.value,
                 reason="Terminating" if replica.terminating else reason,
-                message=(fault or "no answer")[:1024],
+                message=((fault or "no answer") + _instead(view, replica))[:1024],
                 since=since,
             )
         )
@@ -767,6 +771,12 @@ def _load_failure(name: str, error: str, before: ReplicaFailure | None, now: dt.
     return ReplicaFailure(replica=name, step=Step.LOAD.value, reason="LoadFailed", message=error[:1024], since=since)
 
 
+def _instead(view: View, replica: Replica) -> str:
+    """What is said of a replica that cannot be replaced."""
+    cannot = view.spec.on_replica_failure == "Replace" and replica.url
+    return "; launched by others, so it is isolated and not replaced" if cannot else ""
+
+
 def _replacements(view: View, turns: list[Turn], failures: list[ReplicaFailure]) -> list[Replace]:
     """``onReplicaFailure: Replace``: the pods of replicas that have kept a change waiting for too long."""
     if view.spec.on_replica_failure != "Replace":
@@ -776,7 +786,7 @@ def _replacements(view: View, turns: list[Turn], failures: list[ReplicaFailure])
     for turn in turns:
         for replica in turn.fleet.replicas:
             failure = failing.get(replica.name)
-            if failure is None or replica.terminating or not _own_fault(view, failure, turn.fleet):
+            if failure is None or replica.terminating or replica.url or not _own_fault(view, failure, turn.fleet):
                 continue
             if not (replica.may_have_served if failure.step == Step.LOAD.value else turn.pending):
                 continue

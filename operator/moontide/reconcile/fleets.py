@@ -9,8 +9,9 @@ from kubernetes.aio import client as k8s
 from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeployment
 from moontide.engines.client import Unanswered, engine_status, fan_out
-from moontide.kube.client import Resource
+from moontide.kube.client import Meta, Resource
 from moontide.planning.model import EngineStatus, Fleet, Replica
+from moontide.reconcile import adopted
 from moontide.reconcile.context import Context
 
 
@@ -23,8 +24,8 @@ def running_container(pod: k8s.V1Pod) -> str | None:
     return None
 
 
-def unasked(pod: k8s.V1Pod, fleet_uid: str, namespace: str, home: str) -> Replica:
-    """The replica that ``pod`` is, before its engine was asked, as it is called in namespace ``home``."""
+def unasked(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
+    """The replica of a fleet that ``pod`` is, before its engine was asked, as it is called in namespace ``home``."""
     metadata = pod.metadata
     if metadata is None or not metadata.name or not metadata.uid:
         raise ValueError("a pod without a name or uid was never stored by an API server")
@@ -32,11 +33,12 @@ def unasked(pod: k8s.V1Pod, fleet_uid: str, namespace: str, home: str) -> Replic
     admitted = (metadata.annotations or {}).get(labels.ADMITTED_CONTAINER)
     ip = pod.status.pod_ip if pod.status is not None else None
     return Replica(
-        name=naming.qualified(metadata.name, namespace, home),
-        namespace=namespace,
+        name=naming.qualified(metadata.name, of.namespace, home),
+        namespace=of.namespace,
+        fleet_name=of.name,
         pod=metadata.name,
         pod_uid=metadata.uid,
-        fleet=fleet_uid,
+        fleet=of.uid,
         address=f"{ip}:{naming.ADMIN_PORT}" if ip else None,
         container_id=container,
         may_have_served=container is not None and container == admitted,
@@ -50,23 +52,13 @@ def owned(pod: k8s.V1Pod) -> bool:
 
 
 async def observe(ctx: Context, deployment: Resource[InferenceDeployment], home: str | None = None) -> Fleet:
-    """One look at a fleet: its pods, terminating ones included, each with what its engine answered.
+    """One look at a fleet: its pods, terminating ones included, or the engines that it adopted, and what they answered.
 
     ``home``: the namespace of who looks; names from another one have the namespace in front.
     """
     meta, spec = deployment.meta, deployment.model.spec
-    pods = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.engine_labels(meta.name)))
-    token = ctx.tokens.derive(meta.uid)
     home = home or meta.namespace
-
-    async def ask(replica: Replica) -> Replica:
-        if replica.address is None:
-            return _with(replica, Unanswered("NoAddress", "the pod has no address yet"))
-        return _with(replica, await engine_status(ctx.http, replica.address, token))
-
-    replicas: list[Replica] = await fan_out(
-        [unasked(pod, meta.uid, meta.namespace, home) for pod in pods if owned(pod)], ask
-    )
+    replicas = await (_pods(ctx, meta, home) if spec.endpoints is None else adopted.observe(ctx, deployment, home))
     pool_name = spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None
     pool = await ctx.kube.get_pool(meta.namespace, pool_name) if pool_name is not None else None
     return Fleet(
@@ -78,6 +70,19 @@ async def observe(ctx: Context, deployment: Resource[InferenceDeployment], home:
         token_secret=naming.admin_secret(meta.name),
         replicas=tuple(replicas),
     )
+
+
+async def _pods(ctx: Context, meta: Meta, home: str) -> list[Replica]:
+    pods = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.engine_labels(meta.name)))
+    token = ctx.tokens.derive(meta.uid)
+
+    async def ask(replica: Replica) -> Replica:
+        if replica.address is None:
+            return _with(replica, Unanswered("NoAddress", "the pod has no address yet"))
+        return _with(replica, await engine_status(ctx.http, replica.address, token))
+
+    found: list[Replica] = await fan_out([unasked(pod, meta, home) for pod in pods if owned(pod)], ask)
+    return found
 
 
 def _with(replica: Replica, answer: EngineStatus | Unanswered) -> Replica:

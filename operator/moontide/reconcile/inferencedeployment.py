@@ -17,6 +17,7 @@ from moontide.api.v1alpha1 import (
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.planning.model import Fleet, Replica
+from moontide.reconcile import adopted
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
@@ -35,6 +36,7 @@ EXPECTED = (
     "Updating",
     "Behind",
     "WaitingForPool",
+    "NoEndpoints",
 )
 
 
@@ -85,7 +87,11 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     requeue = min(SETTLED_SECONDS, again)
     if spec.policy_ref is None and refusal is None:
         requeue = await reconcile_unmanaged(ctx, resource)
-    live = await ctx.kube.get_child_deployment(namespace, name)
+    live = None
+    if spec.endpoints is None:
+        live = await ctx.kube.get_child_deployment(namespace, name)
+    else:
+        await adopted.release(ctx, resource)
     seen = Seen(
         around=around,
         deployment=live if live is not None and _ours(live, resource) else None,
@@ -96,7 +102,8 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     before = resource.model.status or InferenceDeploymentStatus()
     if now != before and await ctx.kube.apply_deployment_status(namespace, name, now, uid=resource.meta.uid):
         await announce(ctx, resource, before.conditions, now.conditions, expected=EXPECTED)
-    settled = now.current_replicas == now.ready_replicas == spec.replicas and not now.closed
+    still = now.current_replicas == now.ready_replicas == spec.wanted and not now.closed
+    settled = still and not any(replica.terminating for replica in seen.fleet.replicas if replica.url)
     return requeue if settled else min(requeue, SETTLING_SECONDS)
 
 
@@ -125,15 +132,15 @@ async def policy_of(ctx: Context, resource: Resource[InferenceDeployment]) -> Ar
 def children(
     ctx: Context, resource: Resource[InferenceDeployment], pool: Resource[KVCachePool] | None
 ) -> tuple[Child, ...]:
-    """The fleet's children, in the order in which they are applied.
+    """The fleet's children, in the order in which they are applied. Engines of others have no Deployment and no Service
+    of ours; who launches them takes the token and the store's configuration from here.
 
     Raises :class:`InvalidSpec` for a pool whose sizes are no amounts of memory.
     """
     meta, spec, owner = resource.meta, resource.model.spec, resource.owner_reference()
-    made: list[Child] = [
-        engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid)),
-        engine.service(meta.name, meta.namespace, owner),
-    ]
+    made: list[Child] = [engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid))]
+    if spec.endpoints is None:
+        made.append(engine.service(meta.name, meta.namespace, owner))
     mooncake = None
     if pool is not None:
         try:
@@ -141,6 +148,8 @@ def children(
         except ValueError as error:
             raise InvalidSpec("PoolInvalid", f"KVCachePool {pool.meta.name}: {error}") from error
         made.append(engine.config_map(meta.name, meta.namespace, owner, mooncake))
+    if spec.endpoints is not None:
+        return tuple(made)
     made.append(
         engine.deployment(
             meta.name,
@@ -192,6 +201,9 @@ def _why_closed(replica: Replica, around: Around) -> tuple[str, str] | None:
         return None
     said = replica.status
     if said is None:
+        if replica.url:
+            reason, _, message = replica.error.partition(": ")
+            return reason, message
         if replica.container_id is None:
             return "Starting", "the engine's container does not run yet"
         return "NoAnswer", replica.error
@@ -212,7 +224,9 @@ def status_of(ctx: Context, resource: Resource[InferenceDeployment], seen: Seen)
     meta, spec = resource.meta, resource.model.spec
     before = resource.model.status or InferenceDeploymentStatus()
     counts = seen.deployment.status if seen.deployment is not None else None
-    ready = (counts.ready_replicas or 0) if counts is not None else 0
+    total, ready = ((counts.replicas or 0), (counts.ready_replicas or 0)) if counts is not None else (0, 0)
+    if spec.endpoints is not None:
+        total, ready = spec.wanted, sum(_serves(replica) for replica in seen.fleet.replicas)
     epoch = fleet_epoch(resource, seen.around)
     current = sum(is_current(replica, resource, epoch) for replica in seen.fleet.replicas)
     verdicts = [
@@ -226,25 +240,33 @@ def status_of(ctx: Context, resource: Resource[InferenceDeployment], seen: Seen)
     return InferenceDeploymentStatus(
         observed_generation=meta.generation,
         conditions=merge(before.conditions, verdicts, meta.generation, ctx.now()),
-        replicas=(counts.replicas or 0) if counts is not None else 0,
+        replicas=total,
         ready_replicas=ready,
         current_replicas=current,
-        ready=f"{ready}/{spec.replicas}",
-        current=f"{current}/{spec.replicas}",
-        selector=labels.selector(labels.engine_labels(meta.name)),
+        ready=f"{ready}/{spec.wanted}",
+        current=f"{current}/{spec.wanted}",
+        selector=labels.selector(labels.engine_labels(meta.name)) if spec.endpoints is None else None,
         version=_version(resource, policy, before),
         epoch=epoch if epoch is not None else before.epoch,
-        endpoint=f"{naming.service_host(meta.name, meta.namespace)}:{naming.INFERENCE_PORT}",
+        endpoint=f"{naming.service_host(meta.name, meta.namespace)}:{naming.INFERENCE_PORT}"
+        if spec.endpoints is None
+        else None,
         pool=spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None,
         closed=closed_replicas(seen.fleet, seen.around),
+        adopted=before.adopted,
     )
+
+
+def _serves(replica: Replica) -> bool:
+    return replica.status is not None and replica.status.state == "open" and not replica.terminating
 
 
 def _version(
     resource: Resource[InferenceDeployment], policy: Resource[PolicyVersion] | None, before: InferenceDeploymentStatus
 ) -> str | None:
     if resource.model.spec.policy_ref is None:
-        return resource.model.spec.model.version
+        model = resource.model.spec.model
+        return model.version if model is not None else None
     if policy is None:
         # Engines that were admitted serve on without their policy, and what they serve has not changed.
         return before.version
@@ -261,6 +283,10 @@ def available(resource: Resource[InferenceDeployment], seen: Seen) -> Verdict:
 
     The controller calls a Deployment of one replica, which may be unavailable in a rollout, available with none.
     """
+    if resource.model.spec.endpoints is not None:
+        if any(_serves(replica) for replica in seen.fleet.replicas):
+            return Verdict("Available", "True", "MinimumReplicasAvailable", "")
+        return Verdict("Available", "False", "MinimumReplicasUnavailable", "no engine of spec.endpoints.urls serves")
     if seen.deployment is None:
         return Verdict("Available", "False", "NotCreated", "there is no Deployment of this fleet yet")
     said = _child_condition(seen.deployment, "Available")
@@ -280,6 +306,8 @@ def progressing(resource: Resource[InferenceDeployment], seen: Seen) -> Verdict:
         return Verdict("Progressing", "False", seen.refusal.reason, seen.refusal.message)
     if resource.model.spec.kv_cache is not None and seen.around.pool is None:
         return Verdict("Progressing", "False", "WaitingForPool", "nothing is changed until the pool exists")
+    if resource.model.spec.endpoints is not None:
+        return _adopting(resource, seen.fleet)
     deployment, wanted = seen.deployment, resource.model.spec.replicas
     counts = deployment.status if deployment is not None else None
     if deployment is None or counts is None:
@@ -294,6 +322,33 @@ def progressing(resource: Resource[InferenceDeployment], seen: Seen) -> Verdict:
     if done:
         return Verdict("Progressing", "False", "Complete", "every replica has the wanted template")
     return Verdict("Progressing", "True", "Updating", "replicas are being made or replaced")
+
+
+def _adopting(resource: Resource[InferenceDeployment], fleet: Fleet) -> Verdict:
+    """Whether engines are being admitted, or are still to be closed as their URL is no longer listed."""
+    name, marks = "Progressing", adopted.marks_of(resource)
+    leaving = [replica for replica in fleet.replicas if replica.terminating]
+    silent = [replica for replica in leaving if replica.status is None]
+    if silent:
+        boots = ", ".join(
+            f"{replica.url} (boot id {' '.join(boot for boot, url in marks.items() if url == replica.url)})"
+            for replica in silent[:_LISTED]
+        )
+        text = (
+            f"no longer listed, and not closed as they do not answer; they may serve: {boots}; make them answer, or, "
+            "when their process has ended for certain, write the boot id into spec.endpoints.gone"
+        )
+        return Verdict(name, "True", "Closing", text)
+    if leaving:
+        text = f"closing, as they are no longer listed: {', '.join(each.url for each in leaving[:_LISTED])}"
+        return Verdict(name, "True", "Closing", text)
+    wanted = resource.model.spec.wanted
+    if not wanted:
+        text = "spec.endpoints.urls is empty: add the URL of each engine's admin port"
+        return Verdict(name, "False", "NoEndpoints", text)
+    if sum(_serves(replica) for replica in fleet.replicas) == wanted:
+        return Verdict(name, "False", "Complete", "every engine of spec.endpoints.urls serves")
+    return Verdict(name, "True", "Updating", "not every engine of spec.endpoints.urls serves; status.closed says why")
 
 
 def kv_cache_attached(resource: Resource[InferenceDeployment], seen: Seen) -> Verdict:
@@ -333,7 +388,7 @@ def policy_current(resource: Resource[InferenceDeployment], seen: Seen, current:
             "PolicyNotFound",
             f"PolicyVersion {place} does not exist; admitted engines serve on, new ones wait",
         )
-    if current < spec.replicas:
+    if current < spec.wanted:
         return Verdict(name, "False", "Behind", "not every wanted replica serves in the fleet's epoch")
     if spec.policy_ref is None:
         return Verdict(name, "True", "NoPolicy", "spec.policyRef is absent: one epoch holds for ever")

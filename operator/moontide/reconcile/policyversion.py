@@ -26,6 +26,7 @@ from moontide.planning.model import (
     Step,
     Wipe,
 )
+from moontide.reconcile import adopted
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
 
@@ -196,10 +197,13 @@ async def perform(ctx: Context, action: Action) -> Result:
 
 
 async def _mark(ctx: Context, action: Command) -> Result | None:
-    """Before an admission: write on the pod which container may have served from now on. None when that is done."""
+    """Before an admission: write down which engine may have served from now on. None when that is done."""
     replica = action.replica
     if replica.may_have_served:
         return None
+    if replica.url:
+        marked = await adopted.mark(ctx, replica)
+        return None if marked else Result(action, False, "FleetGone", "the InferenceDeployment was deleted meanwhile")
     if replica.container_id is None:
         return Result(action, False, "ContainerUnknown", "the kubelet has not yet said which container runs")
     written = await ctx.kube.annotate_pod(
@@ -208,8 +212,11 @@ async def _mark(ctx: Context, action: Command) -> Result | None:
     return None if written else Result(action, False, "PodGone", "the pod was deleted meanwhile")
 
 
-def unmanaged_step(replica: Replica, version: str) -> Command | None:
-    """The next step of a replica whose fleet follows no policy: newcomers are admitted to epoch 0 and resumed."""
+def unmanaged_step(replica: Replica, version: str | None) -> Command | None:
+    """The next step of a replica whose fleet follows no policy: newcomers are admitted to epoch 0 and resumed.
+
+    ``version``: of its weights; what the engine says where it is None.
+    """
     engine = replica.status
     if engine is None or not engine.responsive or replica.terminating or engine.state == "open":
         return None
@@ -217,22 +224,26 @@ def unmanaged_step(replica: Replica, version: str) -> Command | None:
         return None
     epoch = max(engine.epoch, UNMANAGED_EPOCH)
     if engine.state == "closed":
-        return Command(Step.ADMIT, replica, epoch, {"version": version}, protocol.CALL_SECONDS)
+        return Command(
+            Step.ADMIT, replica, epoch, {"version": version or engine.weights_version}, protocol.CALL_SECONDS
+        )
     return Command(Step.RESUME, replica, epoch, {}, protocol.CALL_SECONDS)
 
 
 async def reconcile_unmanaged(ctx: Context, deployment: Resource[InferenceDeployment]) -> float:
     """Admit the newcomers of a fleet that follows no policy. Returns the seconds until the next look."""
+    model = deployment.model.spec.model
     for _ in range(4):
         fleet = await observe(ctx, deployment)
         commands = [
             command
             for replica in fleet.replicas
-            if (command := unmanaged_step(replica, deployment.model.spec.model.version)) is not None
+            if (command := unmanaged_step(replica, model.version if model is not None else None)) is not None
         ]
         if not commands:
             waiting = any(r.status is None and not r.terminating for r in fleet.replicas)
-            return 2.0 if waiting else 30.0
+            rest = 30.0 if model is not None else protocol.ADOPTED_REQUEUE
+            return 2.0 if waiting else rest
         results: list[Result] = await fan_out(commands, lambda command: perform(ctx, command))
         for result in results:
             assert isinstance(result.action, Command)

@@ -100,8 +100,8 @@ def arguments(spec: InferenceDeploymentSpec, uid: str) -> list[str]:
     """The engine's command line; ``uid`` is the InferenceDeployment's. The user's flags come last."""
     command = [
         *("python3", "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", model_path(spec.model.source)),
-        *("--served-model-name", spec.model.served_name),
+        *("--model", model_path(spec.pod_model.source)),
+        *("--served-model-name", spec.pod_model.served_name),
         *("--host", "0.0.0.0"),
         *("--port", str(naming.INFERENCE_PORT)),
         *("--shutdown-timeout", str(spec.rollout.drain_seconds)),
@@ -153,7 +153,7 @@ def environment(spec: InferenceDeploymentSpec, uid: str, device: str, memo: floa
         "MOONTIDE_ADMIN_PORT": str(naming.ADMIN_PORT),
         "MOONTIDE_ADMIN_TOKEN_FILE": f"{ADMIN_TOKEN_FOLDER}/token",
         "MOONTIDE_KEY_NAMESPACE": uid if spec.kv_cache is not None else "",
-        "MOONTIDE_WEIGHTS_VERSION": spec.model.version,
+        "MOONTIDE_WEIGHTS_VERSION": spec.pod_model.version,
     }
     if spec.kv_cache is not None:
         values["MOONCAKE_CONFIG_PATH"] = f"{MOONCAKE_FOLDER}/mooncake.json"
@@ -252,7 +252,7 @@ def _mounts(spec: InferenceDeploymentSpec) -> list[k8s.V1VolumeMount]:
     ]
     if spec.kv_cache is not None:
         mounts.append(k8s.V1VolumeMount(name="mooncake", mount_path=MOONCAKE_FOLDER, read_only=True))
-    if _claim(spec.model.source) is not None:
+    if _claim(spec.pod_model.source) is not None:
         mounts.append(k8s.V1VolumeMount(name="models", mount_path=MODELS_FOLDER, read_only=True))
     return mounts
 
@@ -271,7 +271,7 @@ def _volumes(name: str, spec: InferenceDeploymentSpec) -> list[k8s.V1Volume]:
         volumes.append(
             k8s.V1Volume(name="mooncake", config_map=k8s.V1ConfigMapVolumeSource(name=naming.mooncake_config(name)))
         )
-    claim = _claim(spec.model.source)
+    claim = _claim(spec.pod_model.source)
     if claim is not None:
         volumes.append(
             k8s.V1Volume(

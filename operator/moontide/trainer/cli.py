@@ -167,8 +167,10 @@ def _ready(target: Target, policy: Policy) -> None:
     found = policy.preparation
     _out(f"{target}: version {found['version']} may be pushed, epoch {found['epoch']} is one of transit")
     for fleet in found.get("fleets") or ():
+        elsewhere = fleet.get("namespace") not in (None, target.namespace)
+        secret = f"{fleet['namespace']}/{fleet['tokenSecret']}" if elsewhere else fleet["tokenSecret"]
         for address in fleet.get("addresses") or ():
-            _out(f"  {fleet['name']}  {address}  token in Secret {fleet['tokenSecret']}")
+            _out(f"  {fleet['name']}  {address}  token in Secret {secret}")
 
 
 def _commit(options: argparse.Namespace, target: Target) -> Steps[None]:

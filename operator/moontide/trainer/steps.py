@@ -78,13 +78,13 @@ class Engine(NamedTuple):
 
     fleet: str
     address: str
-    """``host:port`` of the admin port."""
+    """``host:port`` of the admin port, or its URL where that is not http."""
     token: str
 
     @property
     def url(self) -> str:
         """Base URL of the admin port."""
-        return f"http://{self.address}"
+        return self.address if "://" in self.address else f"http://{self.address}"
 
     @property
     def headers(self) -> dict[str, str]:

@@ -98,6 +98,7 @@ class FakeKube:
         self.deleted: list[tuple[str, str]] = []
         self.applied: list[Any] = []
         self.listed: list[tuple[str, ...]] = []
+        self.marked: list[dict[str, str | None]] = []
 
     def put(self, kind: str, namespace: str, name: str, spec: Body) -> Body:
         """Make an object, or change its spec."""
@@ -153,7 +154,19 @@ class FakeKube:
         return self._apply("InferenceDeployment", namespace, name, status)
 
     def _apply(self, kind: str, namespace: str, name: str, status: Any) -> bool:
-        self.objects[kind, namespace, name]["status"] = status.to_wire()
+        body = self.objects[kind, namespace, name]
+        kept = (
+            {"adopted": self.status(kind, namespace, name).get("adopted", {})} if kind == "InferenceDeployment" else {}
+        )
+        body["status"] = {**status.to_wire(), **kept}
+        return True
+
+    async def mark_adopted(self, namespace: str, name: str, uid: str, changes: Mapping[str, str | None]) -> bool:
+        body = self.objects[("InferenceDeployment", namespace, name)]
+        assert body["metadata"]["uid"] == uid
+        merged = {**self.status("InferenceDeployment", namespace, name).get("adopted", {}), **changes}
+        body["status"] = {**(body["status"] or {}), "adopted": {k: v for k, v in merged.items() if v is not None}}
+        self.marked.append(dict(changes))
         return True
 
     async def apply(self, *children: Any) -> None:

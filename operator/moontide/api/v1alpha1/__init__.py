@@ -3,6 +3,7 @@
 from moontide.api.v1alpha1.common import API_VERSION, GROUP, VERSION, Api, Condition, ConditionStatus, quantity_bytes
 from moontide.api.v1alpha1.inferencedeployment import (
     ClosedReplica,
+    Endpoints,
     InferenceDeployment,
     InferenceDeploymentSpec,
     InferenceDeploymentStatus,
@@ -28,6 +29,7 @@ __all__ = [
     "ClosedReplica",
     "Condition",
     "ConditionStatus",
+    "Endpoints",
     "InferenceDeployment",
     "InferenceDeploymentSpec",
     "InferenceDeploymentStatus",

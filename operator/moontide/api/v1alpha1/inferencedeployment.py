@@ -119,10 +119,64 @@ class PolicyRef(Api):
     """Its namespace; the fleet's own when absent. Another one's ``spec.allowedNamespaces`` must list the fleet's."""
 
 
+_port = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"  # 1 to 65535
+_url = f"^https?://([a-z0-9]([-a-z0-9.]*[a-z0-9])?|[[][0-9a-f:.]+[]]):{_port}$"
+EngineUrl = Annotated[
+    str,
+    Field(
+        max_length=280,
+        json_schema_extra=validations(
+            rule(
+                f"self.matches('{_url}')",
+                "endpoints.urls holds more or less than scheme, host and port of an engine's admin port, in small "
+                "letters; write for example http://10.0.0.7:8001",
+            )
+        ),
+    ),
+]
+BootId = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class Endpoints(Api):
+    """Engines that others launch. Each belongs to this fleet by its ``MOONTIDE_KEY_NAMESPACE``, which is the fleet's
+    UID, and takes the token of Secret ``NAME-admin``."""
+
+    urls: Annotated[tuple[EngineUrl, ...], Field(max_length=256, json_schema_extra={"x-kubernetes-list-type": "set"})]
+    """``http://HOST:PORT`` of each engine's admin port. May be empty. One that is removed is closed."""
+    gone: Annotated[tuple[BootId, ...], Field(max_length=256, json_schema_extra={"x-kubernetes-list-type": "set"})] = ()
+    """Boot ids of engines that do not answer and whose process has ended for certain: they are no longer waited for."""
+
+
+_pods_only = (
+    "!has(self.resources) && self.replicas == 1 && self.sharedMemory == '1Gi' && !has(self.engine.image) && "
+    "!has(self.engine.device) && self.engine.args.size() == 0 && self.engine.env.size() == 0 && "
+    "self.rollout.maxSurge == 0 && self.rollout.maxUnavailable == 1 && self.rollout.drainSeconds == 30"
+)
+
+
 class InferenceDeploymentSpec(Api):
     """What the user asks of a fleet."""
 
-    model: Model
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                "has(self.model) != has(self.endpoints)",
+                "a fleet either runs engines or adopts them: write spec.model for pods that Moontide makes, or "
+                "spec.endpoints for engines that you launch",
+            ),
+            rule(
+                f"!has(self.endpoints) || ({_pods_only})",
+                "spec.engine, replicas, resources, sharedMemory and rollout are of pods, and spec.endpoints makes "
+                "none: remove them, and write one URL a replica",
+            ),
+            rule(
+                "has(self.endpoints) == has(oldSelf.endpoints)",
+                "a fleet cannot change from pods to spec.endpoints or back: write another InferenceDeployment",
+            ),
+        )
+    )
+
+    model: Model | None = None
     engine: Annotated[Engine, Field(default_factory=Engine)]
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
     resources: ResourceRequirements | None = None
@@ -134,6 +188,20 @@ class InferenceDeploymentSpec(Api):
     policy_ref: PolicyRef | None = None
     """The PolicyVersion this fleet follows; without it epoch 0 holds for ever."""
     rollout: Annotated[Rollout, Field(default_factory=Rollout)]
+    endpoints: Endpoints | None = None
+    """Engines that others launch, in place of pods."""
+
+    @property
+    def pod_model(self) -> Model:
+        """The model of a fleet that has pods. Raises ValueError for one that adopts engines."""
+        if self.model is None:
+            raise ValueError("engines that others launch have no model of ours")
+        return self.model
+
+    @property
+    def wanted(self) -> int:
+        """How many replicas there should be."""
+        return self.replicas if self.endpoints is None else len(self.endpoints.urls)
 
 
 class ClosedReplica(Api):
@@ -167,6 +235,8 @@ class InferenceDeploymentStatus(Api):
     """Host of the Service in front of the fleet."""
     pool: str | None = None
     closed: Annotated[tuple[ClosedReplica, ...], Field(max_length=10)] = ()
+    adopted: dict[str, Annotated[str, Field(max_length=280)]] = Field(default_factory=dict, max_length=1024)
+    """Engines of ``spec.endpoints`` that may serve or write: boot id to URL, written before the first admission."""
 
 
 class InferenceDeployment(Api):
