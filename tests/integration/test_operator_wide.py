@@ -99,12 +99,12 @@ def _status(team: Team) -> dict[str, Any]:
     return dict(team.kubectl.must_get("polv", "policy", team.namespace).get("status") or {})
 
 
-@pytest.mark.parametrize("everybody", [False, True], ids=["by-name", "all"])
+@pytest.mark.parametrize("more", [[], ["*"], [f"other-{number}" for number in range(10)]], ids=["one", "all", "many"])
 def test_fleets_of_another_namespace_follow_as_far_as_they_are_allowed(
-    teams: tuple[Team, Team], wait_for: Any, everybody: bool
+    teams: tuple[Team, Team], wait_for: Any, more: list[str]
 ) -> None:
     home, far = teams
-    allowed = ["*"] if everybody else [far.namespace]
+    allowed = more if "*" in more else [far.namespace, *more]
     _policy(home)
     home.follow("policy", None)
     far.follow("policy", home.namespace)

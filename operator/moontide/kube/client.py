@@ -6,6 +6,7 @@ or cannot be reached (see :mod:`moontide.kube.errors`); none returns success wit
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -39,6 +40,8 @@ MANAGER = "moontide"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 REQUEST_SECONDS = 15.0
+LISTS_AT_ONCE = 8
+"""More namespaces than this are listed in one request."""
 EVENT_WINDOW = dt.timedelta(minutes=5)
 """An Event that says the same again within this time is not written."""
 _EVENT_MEMORY = 4096
@@ -155,11 +158,19 @@ class Kube:
 
         They are looked for in that namespace and in ``allowed`` ones (``*``: all).
         """
-        found = list(await self.list_deployments(namespace))
-        for other in ("",) if "*" in allowed else sorted(set(allowed) - {namespace}):
-            found += await self._list_naming(other, policy)
-        following = {each.meta.uid: each for each in found if _follows(each, namespace, policy)}
-        return sorted(following.values(), key=lambda each: (each.meta.namespace, each.meta.name))
+        places = {namespace, *allowed}
+        if "*" in places or len(places) > LISTS_AT_ONCE:
+            lists = [self._list_naming("", policy)]
+        else:
+            others = (self._list_naming(each, policy) for each in sorted(places - {namespace}))
+            lists = [self.list_deployments(namespace), *others]
+        following = [
+            each
+            for found in await asyncio.gather(*lists)
+            for each in found
+            if _follows(each, namespace, policy) and ("*" in places or each.meta.namespace in places)
+        ]
+        return sorted(following, key=lambda each: (each.meta.namespace, each.meta.name))
 
     async def _list_naming(self, namespace: str, policy: str) -> list[Resource[InferenceDeployment]]:
         """The InferenceDeployments of one namespace (of all: an empty one) that name a policy of that name.
