@@ -72,9 +72,11 @@ def base_url(address: str) -> str:
     return address if "://" in address else f"http://{address}"
 
 
-async def engine_status(http: httpx.AsyncClient, address: str, token: str) -> EngineStatus | Unanswered:
-    """What the engine at ``address`` says of itself, within :data:`STATUS_SECONDS`."""
-    answer = await _json(http, "GET", f"{base_url(address)}/moontide/v1/status", token, STATUS_SECONDS)
+async def engine_status(
+    http: httpx.AsyncClient, address: str, token: str, seconds: float = STATUS_SECONDS
+) -> EngineStatus | Unanswered:
+    """What the engine at ``address`` says of itself, within ``seconds``."""
+    answer = await _json(http, "GET", f"{base_url(address)}/moontide/v1/status", token, seconds)
     if isinstance(answer, Unanswered):
         return answer
     code, body = answer

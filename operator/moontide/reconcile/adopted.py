@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from moontide import naming
 from moontide.api.v1alpha1 import Endpoints, InferenceDeployment, InferenceDeploymentStatus
-from moontide.engines.client import Unanswered, engine_status, fan_out, send
+from moontide.engines.client import STATUS_SECONDS, Unanswered, engine_status, fan_out, send
 from moontide.kube.client import Resource
 from moontide.planning import protocol
 from moontide.planning.model import Command, EngineStatus, Replica, Step
@@ -27,6 +27,8 @@ from moontide.reconcile.context import Context
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN_SECONDS = 1.0
+"""For the answer of a URL where no engine was adopted yet: a change does not wait long for one that is not there."""
 CLOSE_REASON = "RemovedFromEndpoints"
 Answer = EngineStatus | Unanswered
 
@@ -61,7 +63,13 @@ async def look(ctx: Context, deployment: Resource[InferenceDeployment], home: st
     endpoints, marks = deployment.model.spec.endpoints or Endpoints(urls=()), marks_of(deployment)
     urls = list(dict.fromkeys([*endpoints.urls, *marks.values()]))
     token = ctx.tokens.derive(deployment.meta.uid)
-    answers: list[Answer] = await fan_out(urls, lambda url: engine_status(ctx.http, address_of(url), token))
+    known = set(marks.values())
+
+    async def ask(url: str) -> Answer:
+        seconds = STATUS_SECONDS if url in known else UNKNOWN_SECONDS
+        return await engine_status(ctx.http, address_of(url), token, seconds)
+
+    answers: list[Answer] = await fan_out(urls, ask)
     return judge(deployment, dict(zip(urls, answers, strict=True)), home)
 
 
@@ -93,13 +101,15 @@ def judge(deployment: Resource[InferenceDeployment], answers: Mapping[str, Answe
         status, error = (None, _unanswered(deployment, url, answer)) if isinstance(answer, Unanswered) else (answer, "")
         if status is not None and listed and not here and (refusal := _refusal(deployment, url, status, places)):
             status, error = None, refusal
+        served = bool(here) or (status is not None and status.boot_id in marks)
         replica = Replica(
             name=naming.qualified(address_of(url), deployment.meta.namespace, home),
             pod_uid=url,
             fleet=deployment.meta.uid,
-            address=address_of(url),
+            # A trainer is sent to no engine that is not, or not yet, one of the fleet.
+            address=address_of(url) if served or status is not None else None,
             container_id=None,
-            may_have_served=bool(here) or (status is not None and status.boot_id in marks),
+            may_have_served=served,
             terminating=not listed,
             status=status,
             error=error,

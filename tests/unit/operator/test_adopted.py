@@ -319,9 +319,10 @@ async def test_without_a_policy_they_are_admitted_with_what_they_say(cluster: Ad
 
 
 async def test_a_trainer_is_told_where_they_are(cluster: Adopting) -> None:
-    cluster.fleet(A, "https://10.0.0.2:9001")
+    cluster.fleet(A, "https://10.0.0.2:9001", "http://10.0.0.3:8001", "http://10.0.0.4:8001")
     cluster.start(A, "a1")
     cluster.start(B, "b1")
+    cluster.start("http://10.0.0.3:8001", "c1", key_namespace="another")
     await cluster.settle()
     cluster.policy(7, preparing=8)
     await cluster.settle()

@@ -176,7 +176,7 @@ class Preparation(Api):
     """When no engine served the old version any more (``Barrier``) or shared with others (``Fence``)."""
     outcome: Literal["", "Committed", "Expired"] = ""
     """How it ended; empty while it is under way. One that is aborted is forgotten."""
-    fleets: Annotated[tuple[PreparedFleet, ...], Field(max_length=64)] = ()
+    fleets: Annotated[tuple[PreparedFleet, ...], Field(max_length=1024)] = ()
 
 
 class ReplicaCounts(Api):
@@ -239,7 +239,7 @@ class PolicyVersionStatus(Api):
     reset_nonce: str = ""
     """``spec.resetNonce`` that the epoch was allotted for."""
     preparation: Preparation | None = None
-    members: Annotated[tuple[Member, ...], Field(max_length=256)] = ()
+    members: Annotated[tuple[Member, ...], Field(max_length=1024)] = ()
     replicas: ReplicaCounts | None = None
     last_update: Update | None = None
     failures: Annotated[tuple[ReplicaFailure, ...], Field(max_length=10)] = ()
