@@ -13,12 +13,15 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.integration.stage import Stage, proxied
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "moontide-system"
@@ -337,3 +340,37 @@ def _operators_of(kubectl: Kubectl, tools: Path, tmp_path: Path) -> Iterator[Cal
     yield of
     for running in made:
         running.stop(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session", name="make_stage")
+def _make_stage(
+    kubectl: Kubectl, tools: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], AbstractContextManager[tuple[Stage, Callable[..., Operator]]]]]:
+    """Makes stages, each in a namespace of its own, with a function that makes the operators that live there."""
+    with proxied(kubectl) as api:
+
+        @contextmanager
+        def make_stage() -> Iterator[tuple[Stage, Callable[..., Operator]]]:
+            folder = tmp_path_factory.mktemp("stage")
+            namespace = f"t-{uuid.uuid4().hex[:10]}"
+            kubectl("create", "namespace", namespace)
+            kubectl.apply(released_lease(namespace))
+            rights = chart_rights(tools, f"watchNamespace={namespace}", namespace=namespace)
+            kubectl("apply", "-f", "-", stdin=rights)
+            kubeconfig = service_account_kubeconfig(kubectl, folder, namespace)
+            made: list[Operator] = []
+
+            def make(name: str, environ: Mapping[str, str], code: str = "") -> Operator:
+                made.append(Operator(kubeconfig, folder / f"{name}.log", namespace, namespace, environ, code))
+                return made[-1]
+
+            stage = Stage(api, namespace, folder, wait_for)
+            try:
+                yield stage, make
+            finally:
+                stage.close()
+                for running in made:
+                    running.stop(signal.SIGKILL)
+                kubectl("delete", "namespace", namespace, "--wait=false")
+
+        yield make_stage

@@ -81,7 +81,8 @@ class Recorded(Commands):
         return answer
 
 
-async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """The app behind the gate."""
     await send_json(send, 404, {})
 
 
@@ -89,9 +90,9 @@ def main() -> None:
     """Serve until killed."""
     host, port, token_file = sys.argv[1:]
     gate = Gate(os.environ.get("DOUBLE_BOOT_ID", "boot"), time.monotonic)
-    middleware = GateMiddleware(_nothing, gate, 16)
+    middleware = GateMiddleware(nothing, gate, 16)
     commands = Recorded(gate, middleware, IdleEngine(), "pod", os.environ.get("MOONTIDE_KEY_NAMESPACE", ""))
-    app = AdminApp(commands, middleware, _nothing, TokenFile(token_file))
+    app = AdminApp(commands, middleware, nothing, TokenFile(token_file))
     uvicorn.run(app, host=host, port=int(port), log_level="warning")
 
 
