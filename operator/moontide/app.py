@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import aiohttp.web
 import kopf
+from kopf._cogs.structs.references import Insights
 from kubernetes.aio import client as k8s
 from kubernetes.aio import config as kube_config
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -159,19 +160,22 @@ async def hand_over(stop: asyncio.Event, loops: Loops, leader: Leader) -> None:
 
 
 async def watch(config: Config, loops: Loops, context: Context, ready: asyncio.Event, stop: asyncio.Event) -> None:
-    """Run kopf until ``stop``."""
+    """Run kopf until ``stop``. Raises when a watch has ended."""
     before = asyncio.all_tasks()
+    insights = Insights()
     tasks = await kopf.spawn_tasks(
         registry=observe.registry(Routes(loops)),
         settings=observe.settings(cluster_wide=not config.watch_namespace),
         memo=context,
         clusterwide=not config.watch_namespace,
         namespaces=[config.watch_namespace] if config.watch_namespace else [],
+        insights=insights,
         ready_flag=ready,
         stop_flag=stop,
     )
     listen(stop)  # kopf has put its own handlers in place of ours.
-    await kopf.run_tasks(tasks, ignored=before)
+    guarding = asyncio.create_task(observe.guard(insights, stop), name="guard of the watches")
+    await kopf.run_tasks([*tasks, guarding], ignored=before)
 
 
 def listen(stop: asyncio.Event) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import kopf
+from kopf._cogs.structs.references import Insights
 
 from moontide import labels
 from moontide.api.v1alpha1 import GROUP, VERSION
@@ -70,3 +72,26 @@ def settings(*, cluster_wide: bool) -> kopf.OperatorSettings:
     for group, version, plural in CHILDREN:
         made.watching.label_selectors[group, version, plural] = selector
     return made
+
+
+class WatchEnded(Exception):
+    """Nobody tells this process of changes any more."""
+
+
+async def guard(insights: Insights, stop: asyncio.Event, seconds: float = 5.0) -> NoReturn:
+    """Raise :class:`WatchEnded` when a watch is missing at two looks, ``seconds`` apart.
+
+    kopf goes on when one of its watches returns without an error or is cancelled, and looks alive ever after.
+    """
+    before: set[str] = set()
+    while True:
+        await asyncio.sleep(seconds)
+        wanted = {
+            f"watcher for {resource}@{namespace if resource.namespaced else None}"
+            for resource in insights.watched_resources
+            for namespace in insights.namespaces
+        }
+        missing = wanted - {task.get_name() for task in asyncio.all_tasks()}
+        if missing & before and not stop.is_set():
+            raise WatchEnded(f"no {', '.join(sorted(missing & before))}")
+        before = missing
