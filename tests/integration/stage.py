@@ -207,7 +207,7 @@ class Stage:
             return None
         return status["version"], status["epoch"]
 
-    def wait_current(self, name: str, version: object, seconds: float = 60.0) -> int:
+    def wait_current(self, name: str, version: object, seconds: float = 120.0) -> int:
         """Wait until it is current at ``version``, and old keys are removed. Returns the epoch."""
 
         def look() -> int:

@@ -78,7 +78,7 @@ class Scene:
         self._judge.read(fresh)
         return fresh
 
-    def wait_current(self, seconds: float = 90.0) -> int:
+    def wait_current(self, seconds: float = 150.0) -> int:
         """Wait until the last version that was asked for is served by all. Returns the epoch."""
         epoch = self.stage.wait_current("chat", self.version, seconds)
         states = self.stage.double("states")

@@ -85,8 +85,10 @@ SCENARIOS = (
     Scenario("abandoned", (BUMP,), policy=SHORT, abandoned=True),
     Scenario("abandoned-plain", (BUMP,), fences=False, policy=SHORT, abandoned=True),
 )
-ONLY = {
+ONLY: dict[str, Callable[[str], bool]] = {
     # What these have beyond the others; the rest of theirs is there already.
+    "commit": lambda effect: effect in ("write of the allotment", "write of the plan to rest") or "write" not in effect,
+    "abort": lambda effect: effect in ("write of the allotment", "write of the plan to rest") or "write" not in effect,
     "plain-commit": lambda effect: effect in ("write of the allotment", "wipe") or "rest" in effect,
     "fence-commit": lambda effect: effect in ("write of the allotment", "fence") or "rest" in effect,
     "laggard": lambda effect: "close" in effect,
