@@ -17,7 +17,7 @@ import yaml
 
 DROP, LOSE = "drop", "lose"
 """Not let through; let through, and the connection dropped before the answer."""
-HOP_BY_HOP = frozenset({"connection", "content-encoding", "content-length", "host", "keep-alive", "transfer-encoding"})
+HOP_BY_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
 
 Wanted = Callable[[str, str], bool]
 

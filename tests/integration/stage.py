@@ -136,7 +136,7 @@ class Stage:
         }
         uid = self.create("InferenceDeployment", name, spec)["metadata"]["uid"]
         self._tokens[name] = self._token(f"{name}-admin")
-        self.wait_for("pods", lambda: len(self.start_pods(name, uid, fences, version)) == replicas)
+        self.wait_for("pods", lambda: len(self.start_pods(name, uid, fences, version)) == replicas, 180)
 
     def remove(self, name: str) -> None:
         """Delete the fleet and its policy."""
@@ -154,7 +154,7 @@ class Stage:
             return found[0]["data"]["token"] if found else None
 
         file = self.folder / f"{secret}.token"
-        file.write_bytes(base64.b64decode(self.wait_for(f"Secret {secret}", look)))
+        file.write_bytes(base64.b64decode(self.wait_for(f"Secret {secret}", look, 180)))
         return file
 
     def pods(self, fleet: str) -> list[dict[str, Any]]:
