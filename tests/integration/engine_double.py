@@ -48,6 +48,9 @@ class IdleEngine:
     async def set_weights_version(self, version: str) -> None:
         pass
 
+    async def load_weights(self, source: str) -> None:
+        pass
+
     async def pause(self, mode: str) -> None:
         self._paused = True
 

@@ -127,6 +127,9 @@ class Engine(IdleEngine):
     async def weights_version(self) -> str:
         return self.weights
 
+    async def set_weights_version(self, version: str) -> None:
+        self.weights = version
+
     async def reset_prefix(self, preempt: bool = False) -> bool:
         if self.reset_fails:
             raise RuntimeError("it cannot")

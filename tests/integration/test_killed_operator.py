@@ -68,7 +68,9 @@ BUMP = Change({"version": NEW})
 PREPARE = Change({"preparing": NEW}, pushed=())
 COMMIT = Change({"version": NEW, "preparing": None})
 ABORT = Change({"preparing": None}, pushed=())
+ALONE = Change({"version": NEW}, pushed=())
 LAGGARD = Change({"version": NEW}, pushed=(0,))
+LOAD: dict[str, object] = {"weights": "Load", "weightsSource": "/models/policy-{version}"}
 SHORT: dict[str, object] = {"deadlineSeconds": 4, "replicaTimeoutSeconds": 2}
 UNABLE = Change({"version": NEW}, fails=(0,))
 
@@ -80,6 +82,7 @@ SCENARIOS = (
     Scenario("abort", (PREPARE, ABORT), ends_old=True),
     Scenario("plain-commit", (PREPARE, COMMIT), fences=False),
     Scenario("fence-commit", (PREPARE, COMMIT), policy={"strategy": "Fence"}),
+    Scenario("load", (ALONE,), policy=LOAD),
     Scenario("laggard", (LAGGARD,)),
     Scenario("replace", (UNABLE,), fences=False, policy={"replicaTimeoutSeconds": 1}),
     Scenario("abandoned", (BUMP,), policy=SHORT, abandoned=True),
@@ -91,6 +94,7 @@ ONLY: dict[str, Callable[[str], bool]] = {
     "abort": lambda effect: effect in ("write of the allotment", "write of the plan to rest") or "write" not in effect,
     "plain-commit": lambda effect: effect in ("write of the allotment", "wipe") or "rest" in effect,
     "fence-commit": lambda effect: effect in ("write of the allotment", "fence") or "rest" in effect,
+    "load": lambda effect: effect == "load",
     "laggard": lambda effect: "close" in effect,
     "replace": lambda effect: "replace" in effect,
     "abandoned": lambda effect: effect == "admit",
