@@ -480,7 +480,7 @@ def stock_fleet(fleet: Fleet, replicas: int) -> Callable[[], list[Replica]]:
             if "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") == "Running"
         ]
         for pod in found:
-            known.setdefault(pod["metadata"]["uid"], Stock(pod, fleet.reach, ""))
+            known.setdefault(pod["metadata"]["uid"], Stock(pod, fleet.reach, "nobody-asks"))
         return sorted((known[pod["metadata"]["uid"]] for pod in found), key=lambda each: each.name)
 
     return pods
