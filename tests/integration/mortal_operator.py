@@ -118,7 +118,7 @@ class Reaper:
                 self.die()
             return written
 
-        async def mortal_perform(ctx: Any, namespace: str, action: Action) -> Result:
+        async def mortal_perform(ctx: Any, action: Action) -> Result:
             effect = protocol.step_of(action).value
             when = self.armed(effect)
             if when == FIRST:
@@ -128,7 +128,7 @@ class Reaper:
             self.say(BEFORE, effect, of=protocol.name_of(action))
             if when == BEFORE:
                 self.die()
-            result = await perform(ctx, namespace, action)
+            result = await perform(ctx, action)
             self.say(AFTER, effect, of=protocol.name_of(action), outcome=result.reason)
             if when == FIRST:
                 self.die()
