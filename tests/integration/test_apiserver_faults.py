@@ -81,8 +81,12 @@ class Scene:
     def wait_current(self, seconds: float = 150.0) -> int:
         """Wait until the last version that was asked for is served by all. Returns the epoch."""
         epoch = self.stage.wait_current("chat", self.version, seconds)
-        states = self.stage.double("states")
-        assert {tuple(state) for state in states.values()} == {("open", epoch)}, states
+
+        def served() -> bool:
+            # A change does not wait for newcomers, so the first one may be over before they are admitted.
+            return {tuple(state) for state in self.stage.double("states").values()} == {("open", epoch)}
+
+        self.stage.wait_for(f"all serve in epoch {epoch}", served, seconds)
         return epoch
 
 
