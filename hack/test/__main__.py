@@ -15,6 +15,7 @@ from pathlib import Path
 from hack.cluster.settings import repository_root
 from hack.setup.__main__ import main as setup
 from hack.setup.steps import dev_python, engine_python, is_ready, releases
+from hack.test import evidence
 
 SUITES = ("unit", "component", "integration", "e2e")
 STAGES = ("lint", *SUITES)
@@ -196,6 +197,8 @@ def main(arguments: list[str] | None = None) -> int:
     for outcome in outcomes:
         for problem in outcome.problems:
             print(f"{outcome.stage}: {problem}")
+    if set(SUITES) <= set(stages):
+        print(f"evidence: {evidence.summary(evidence.verdicts())}")
     for line in closing(outcomes, time.monotonic() - began):
         print(line)
     return 0 if all(outcome.good for outcome in outcomes) else 1

@@ -80,19 +80,28 @@ def verdict(row: Row, ended: dict[tuple[str, str], list[bool]]) -> str:
     return f"passed ({len(runs)})"
 
 
+def verdicts() -> list[tuple[Row, str]]:
+    """Every row of the page, and how it ended by the reports that there are."""
+    root = repository_root()
+    ended = outcomes(sorted((root / "artifacts" / "junit").glob("*.xml")))
+    return [(row, verdict(row, ended)) for row in rows((root / PAGE).read_text())]
+
+
+def summary(found: list[tuple[Row, str]]) -> str:
+    """One line for people."""
+    counts = {kind: sum(said.startswith(kind) for _, said in found) for kind in ("passed", "FAILED", "not run")}
+    return f"{', '.join(f'{count} {kind}' for kind, count in counts.items())} of {len(found)} rows of {PAGE}"
+
+
 def main() -> int:
     """0 when every row that ran is good."""
-    root = repository_root()
-    found = rows((root / PAGE).read_text())
-    ended = outcomes(sorted((root / "artifacts" / "junit").glob("*.xml")))
-    verdicts = [(row, verdict(row, ended)) for row in found]
-    for row, said in verdicts:
+    found = verdicts()
+    for row, said in found:
         print(f"{said:14} {row.subject}")
         for path, name in row.tests:
             print(f"{'':14}   {path}::{name}")
-    counts = {kind: sum(said.startswith(kind) for _, said in verdicts) for kind in ("passed", "FAILED", "not run")}
-    print(", ".join(f"{count} {kind}" for kind, count in counts.items()) + f" of {len(found)} rows of {PAGE}")
-    return 1 if counts["FAILED"] else 0
+    print(summary(found))
+    return 1 if any(said.startswith("FAILED") for _, said in found) else 0
 
 
 if __name__ == "__main__":

@@ -385,8 +385,8 @@ class Fleet:
         """Run a prompt and wait until its blocks are in the store."""
         before = len(self.master.keys())
         assert replica.complete(prompt).status == 200
-        wait_for("puts", lambda: len(self.master.keys()) > before, 10)
-        wait_for("puts to end", self.settled, 10)
+        wait_for("puts", lambda: len(self.master.keys()) > before, 30)
+        wait_for("puts to end", self.settled, 30)
 
     def settled(self) -> bool:
         """Whether no key comes or goes for a moment."""
