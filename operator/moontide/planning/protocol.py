@@ -673,6 +673,7 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
         awaited_loads=tuple(r.name for turn in turns for r in turn.loads),
     )
     after, notes = report.timeline(look, after)
+    notes += _failed_loads(status, failures)
     if view.preparing and not look.moving:
         after, more = _prepared(after, observed)
         notes += more
@@ -764,6 +765,13 @@ def _fresh_failures(view: View, turns: list[Turn]) -> list[ReplicaFailure]:
             )
         )
     return fresh
+
+
+def _failed_loads(status: PolicyVersionStatus, failures: list[ReplicaFailure]) -> list[Note]:
+    """Loads whose failure is news. A load goes on when its call has answered, so the engine's status tells."""
+    known = {failure.replica for failure in status.failures if failure.step == Step.LOAD.value}
+    fresh = [each for each in failures if each.step == Step.LOAD.value and each.replica not in known]
+    return [Note(each.reason, f"{each.replica}: {each.message}", warning=True) for each in fresh]
 
 
 def _load_failure(name: str, error: str, before: ReplicaFailure | None, now: dt.datetime) -> ReplicaFailure:

@@ -216,6 +216,12 @@ def _why_closed(replica: Replica, around: Around) -> tuple[str, str] | None:
             f"the engine reports weights {said.weights_version!r} and the policy wants {wanted.label!r}: "
             f"push them to {replica.address}",
         )
+    if said.loading is not None:
+        load = said.loading
+        if load.running:
+            text = f"{load.source} is being loaded as version {load.version}, for {load.seconds:.0f} s so far"
+            return "Loading", text
+        return "LoadFailed", load.error[:1024]
     return said.reason or "Closed", "the engine waits to be admitted"
 
 

@@ -13,7 +13,7 @@ from kubernetes.aio import client as k8s
 from moontide.errors import InvalidSpec
 from moontide.kube.client import Resource, parse
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL
-from moontide.planning.model import Command, EngineStatus, Fleet, Replica, Step, StoreStatus, Wipe
+from moontide.planning.model import Command, EngineStatus, Fleet, LoadStatus, Replica, Step, StoreStatus, Wipe
 from moontide.reconcile import inferencedeployment as ifd
 from moontide.reconcile import kvcachepool as kvp
 from moontide.reconcile import policyversion
@@ -171,6 +171,18 @@ def test_closed_replicas_say_why() -> None:
     unchecked = ifd.Around(policy=_policy(weights="Unchecked"))
     (only,) = ifd.closed_replicas(Fleet(name="chat", uid="u", replicas=(replicas[2],)), unchecked)
     assert only.reason == "Closed"
+    loads = LoadStatus(source="/models/8", version="8", running=True, seconds=12.3)
+    failed = LoadStatus(source="/models/8", version="8", running=False, error="no such folder")
+    loaders = (
+        _replica("a", _engine(state="closed", loading=loads)),
+        _replica("b", _engine(state="closed", loading=failed)),
+    )
+    by_itself = ifd.Around(policy=_policy(weights="Load", weightsSource="/models/{version}"))
+    said = ifd.closed_replicas(Fleet(name="chat", uid="u", replicas=loaders), by_itself)
+    assert [(each.reason, each.message) for each in said] == [
+        ("Loading", "/models/8 is being loaded as version 8, for 12 s so far"),
+        ("LoadFailed", "no such folder"),
+    ]
     many = tuple(_replica(f"r{i:02}", None) for i in range(30))
     assert len(ifd.closed_replicas(Fleet(name="chat", uid="u", replicas=many), around)) == 10
 

@@ -222,6 +222,17 @@ def one_fails(failure: str, fences: bool = True) -> World:
     return world
 
 
+def test_a_load_that_fails_after_its_call_has_answered_is_told_once() -> None:
+    world = settled()
+    world.load_seconds = 3
+    world.sources.add(BAD)
+    world.bump("2")
+    turns(world, 30)
+    told = [note.message for plan in world.plans for note in plan.notes if note.reason == "LoadFailed"]
+    assert sorted(message.split(":")[0] for message in told) == [pod.name for pod in world.pods]
+    assert all(BAD in message for message in told), told
+
+
 @pytest.mark.parametrize("fences", [True, False])
 def test_the_others_go_on_without_one_that_cannot_load(fences: bool) -> None:
     world = one_fails("Isolate", fences)
