@@ -26,6 +26,9 @@ from moontide_engine.settings import Settings
 
 ServeHttp = Callable[..., Coroutine[Any, Any, Any]]
 
+# Longer than clients keep an idle connection (httpx: 5 s, as uvicorn by default): the client must be the one that
+# closes, or a command that is sent at that moment is lost.
+KEEP_ALIVE_SECONDS = 75
 # How long EngineCore may take to answer the first calls, once it has reported that it is up.
 START_TIMEOUT = 60.0
 
@@ -98,7 +101,13 @@ async def serve(original: ServeHttp, app: Any, sock: socket.socket | None, args:
     admin_sock = _listen(settings.admin_host, settings.admin_port)
     server = _AdminServer(
         uvicorn.Config(
-            admin, lifespan="off", log_config=None, access_log=False, proxy_headers=False, timeout_graceful_shutdown=5
+            admin,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
     )
     task = asyncio.ensure_future(server.serve(sockets=[admin_sock]))

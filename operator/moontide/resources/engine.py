@@ -128,7 +128,12 @@ def environment(spec: InferenceDeploymentSpec, uid: str, device: str, memo: floa
 
     ``memo``: see :func:`memo_seconds`.
     """
-    values = {"HOME": CACHE_FOLDER, "USER": "moontide"}
+    values = {
+        "HOME": CACHE_FOLDER,
+        "USER": "moontide",
+        # vLLM's 5 s are what many clients keep an idle connection for: a request sent at that moment would be lost.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
+    }
     if device == "cpu":
         values |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",

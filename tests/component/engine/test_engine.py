@@ -231,6 +231,23 @@ def test_auth_matrix(open_fleet: kit.Fleet, route: str) -> None:
     assert replica.status()["state"] == "open"
 
 
+def test_an_idle_connection_to_the_admin_port_outlives_its_clients_patience(open_fleet: kit.Fleet) -> None:
+    """Clients give an idle connection up after 5 s, and a command that meets the server's end of it is lost."""
+    address = httpx.URL(open_fleet.replicas[0].admin)
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
+    headers = {"authorization": f"Bearer {kit.TOKEN}"}
+    try:
+        for pause in (0, 6):
+            time.sleep(pause)
+            sent = connection.sock
+            connection.request("GET", "/moontide/v1/status", headers=headers)
+            answer = connection.getresponse()
+            assert (answer.status, bool(answer.read())) == (200, True)
+        assert connection.sock is sent, "it was opened anew"
+    finally:
+        connection.close()
+
+
 def test_vllms_own_admin_routes_work_behind_the_token(open_fleet: kit.Fleet) -> None:
     replica = open_fleet.replicas[0]
     headers = {"authorization": f"Bearer {kit.TOKEN}"}
