@@ -28,13 +28,27 @@ def pids(pod: Object, needle: str) -> list[int]:
     return sorted(found)
 
 
-def send(pod: Object, needle: str, number: signal.Signals) -> list[int]:
-    """Signal those processes; returns them. Raises LookupError when there is none."""
+def found(pod: Object, needle: str) -> list[int]:
+    """Those processes. Raises LookupError when there is none."""
     targets = pids(pod, needle)
     if not targets:
         raise LookupError(f"no process of {pod['metadata']['name']} has {needle!r} in its command line")
+    return targets
+
+
+def signal_all(targets: list[int], number: signal.Signals) -> None:
+    """Signal processes; one that has ended meanwhile is let be."""
     for pid in targets:
-        os.kill(pid, number)
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def send(pod: Object, needle: str, number: signal.Signals) -> list[int]:
+    """Signal those processes; returns them. Raises LookupError when there is none."""
+    targets = found(pod, needle)
+    signal_all(targets, number)
     return targets
 
 
@@ -45,8 +59,4 @@ def frozen(pod: Object, needle: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for pid in targets:
-            try:
-                os.kill(pid, signal.SIGCONT)
-            except ProcessLookupError:
-                continue
+        signal_all(targets, signal.SIGCONT)

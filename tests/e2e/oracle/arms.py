@@ -21,7 +21,7 @@ from hack.demo.load import Load
 from hack.demo.prompts import Prompts
 from hack.demo.story import MODELS, side_of
 from tests.e2e.oracle.clients import Router, Stock
-from tests.e2e.oracle.disturbances import Fault, Scene, fresh_operator
+from tests.e2e.oracle.disturbances import Fault, Scene, fresh_operator, nothing
 
 CURRENT_SECONDS = 150.0
 PUSH_SECONDS = 20.0
@@ -132,6 +132,8 @@ def complaints(outcome: Outcome, least_checked: int) -> list[str]:
     if outcome.arm == "plain fan-out":
         return [] if verdict.stale else ["the plain fan-out left nothing stale: the oracle is too weak to trust"]
     found += [f"{outcome.arm}: {each}" for each in outcome.trouble]
+    missing = (row for row in outcome.rounds if row.fault_span is None and not row.fault.startswith("none"))
+    found += [f"{outcome.arm}: round {row.number}, {row.fault}, had no fault: {row.note}" for row in missing]
     if verdict.stale:
         found.append(f"{outcome.arm}: {len(verdict.stale)} stale answers")
     if verdict.checked < least_checked:
@@ -173,7 +175,7 @@ class _Stage:
         began = time.time()
         try:
             fire()
-        except KubeError as error:
+        except (KubeError, NotInTime) as error:
             self._row.note = str(error)[:120]
         self._row.fault_span = (began, time.time())
 
@@ -222,7 +224,7 @@ class MoontideArm:
                 load.until(answers, CURRENT_SECONDS)
                 for number, fault in enumerate(schedule, 1):
                     if fault.barrier_only and self._strategy != "Barrier":
-                        fault = Fault("none", "quiesce", lambda _: lambda: None)
+                        fault = Fault("none", "quiesce", nothing)
                     try:
                         self._round(number, fault, scene, load, answers)
                     except NotInTime as error:
@@ -240,6 +242,18 @@ class MoontideArm:
         self.outcome.rounds.append(row)
         self._spec(dict(fault.spec))
         stage = _Stage(row, fault, scene)
+        try:
+            self._changes(stage, row, fault, load, answers)
+        finally:
+            # Also after a round that did not end: the next one has a fault and a spec of its own.
+            stage.join()
+            self._spec({name: BASE_SPEC[name] for name, _ in fault.spec})
+        if fault.name.startswith("operator"):
+            fresh_operator(scene)
+        self._heal(str(self._version()))
+        row.checked, row.stale = self._so_far(load.answers, row.began)
+
+    def _changes(self, stage: _Stage, row: Round, fault: Fault, load: Load, answers: int) -> None:
         if fault.follow == "abort":
             self._given_up()
         if fault.follow == "death":
@@ -254,12 +268,6 @@ class MoontideArm:
         with stage.phase("collect"):
             self._fleet.until_collected(CURRENT_SECONDS)
         load.until(answers, CURRENT_SECONDS)
-        stage.join()
-        if fault.name.startswith("operator"):
-            fresh_operator(scene)
-        self._spec({name: BASE_SPEC[name] for name, _ in fault.spec})
-        self._heal(str(self._version()))
-        row.checked, row.stale = self._so_far(load.answers, row.began)
 
     def _change(self, stage: _Stage, row: Round, *, wait_current: bool = True) -> None:
         version = self._version() + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -12,9 +11,9 @@ from hack.cluster import settings as cluster_settings
 from hack.cluster.processes import Daemon
 from hack.demo.fleet import Fleet
 from hack.demo.install import SYSTEM_NAMESPACE
-from hack.demo.kube import Kube, Object
+from hack.demo.kube import Kube, Object, wait
 from moontide import labels
-from tests.e2e.faults import pids
+from tests.e2e.faults import found, pids, signal_all
 from tests.e2e.oracle.clients import Router
 
 Fire = Callable[[], None]
@@ -68,54 +67,38 @@ def nothing(_: Scene) -> Fire:
     return lambda: None
 
 
-def _signal(targets: list[int], number: signal.Signals) -> None:
-    for pid in targets:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
-
-
-def _found(pod: Object, needle: str) -> list[int]:
-    targets = pids(pod, needle)
-    if not targets:
-        raise LookupError(f"no process of {pod['metadata']['name']} has {needle!r} in its command line")
-    return targets
-
-
 def _freeze(targets: list[int], seconds: float) -> Fire:
     def fire() -> None:
-        _signal(targets, signal.SIGSTOP)
+        signal_all(targets, signal.SIGSTOP)
         try:
             time.sleep(seconds)
         finally:
-            _signal(targets, signal.SIGCONT)
+            signal_all(targets, signal.SIGCONT)
 
     return fire
 
 
-def _until(holds: Callable[[], bool], seconds: float) -> None:
-    ends = time.monotonic() + seconds
-    while not holds() and time.monotonic() < ends:
-        time.sleep(0.1)
-
-
 def _kill(pod: Object, needle: str, *, whole: bool = False) -> Fire:
     """SIGKILL; over when the kubelet has put another process in its place."""
-    targets = _found(pod, needle)
+    targets = found(pod, needle)
     # Killing the parent too leaves nobody to say goodbye.
-    targets = [*targets, *(_found(pod, "api_server") if whole else [])]
+    targets = [*targets, *(found(pod, "api_server") if whole else [])]
 
     def fire() -> None:
-        _signal(targets, signal.SIGKILL)
-        _until(lambda: any(pid not in targets for pid in pids(pod, needle)), BACK_SECONDS)
+        signal_all(targets, signal.SIGKILL)
+        wait(
+            lambda: any(pid not in targets for pid in pids(pod, needle)),
+            BACK_SECONDS,
+            f"another {needle} of {pod['metadata']['name']}",
+            every=0.1,
+        )
 
     return fire
 
 
 def freeze_engine(seconds: float) -> Callable[[Scene], Fire]:
     """EngineCore stands still; its API server, and ``/health``, answer on."""
-    return lambda scene: _freeze(_found(scene.victim(), "EngineCore"), seconds)
+    return lambda scene: _freeze(found(scene.victim(), "EngineCore"), seconds)
 
 
 def kill_engine_core(scene: Scene) -> Fire:
@@ -148,7 +131,7 @@ def _operator(scene: Scene) -> Object:
 def fresh_operator(scene: Scene) -> None:
     """Another pod in place of one that has restarted: the kubelet lets each restart wait for twice as long as the last.
 
-    Returns when it runs.
+    Returns when it runs. Raises NotInTime.
     """
     meta = _operator(scene)["metadata"]
     scene.kube.run("delete", "pod", meta["name"], "--namespace", meta["namespace"], "--wait=true")
@@ -157,7 +140,7 @@ def fresh_operator(scene: Scene) -> None:
         pods = scene.kube.list("pods", SYSTEM_NAMESPACE)
         return any(each.get("ready") for pod in pods for each in pod["status"].get("containerStatuses", []))
 
-    _until(runs, BACK_SECONDS)
+    wait(runs, BACK_SECONDS, "another operator", every=0.1)
 
 
 def kill_operator(scene: Scene) -> Fire:
@@ -167,7 +150,7 @@ def kill_operator(scene: Scene) -> Fire:
 
 def freeze_operator(seconds: float) -> Callable[[Scene], Fire]:
     """For longer than its Lease: when it goes on it leads no more, and ends."""
-    return lambda scene: _freeze(_found(_operator(scene), "moontide"), seconds)
+    return lambda scene: _freeze(found(_operator(scene), "moontide"), seconds)
 
 
 def _master(scene: Scene) -> Object:
@@ -180,7 +163,7 @@ def _master(scene: Scene) -> Object:
 
 def freeze_master(seconds: float) -> Callable[[Scene], Fire]:
     """The store answers nobody."""
-    return lambda scene: _freeze(_found(_master(scene), "mooncake_master"), seconds)
+    return lambda scene: _freeze(found(_master(scene), "mooncake_master"), seconds)
 
 
 def kill_master(scene: Scene) -> Fire:
