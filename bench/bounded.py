@@ -18,12 +18,10 @@ CURRENT_SECONDS = 120.0
 
 def main() -> int:
     """0 when every change finished and nothing of old epochs was left."""
-    from hack.cluster import access
-    from hack.cluster import settings as defaults
     from hack.cluster.processes import resident_mib
     from hack.demo import prompts
-    from hack.demo.fleet import Fleet, push_weights
-    from hack.demo.install import Target
+    from hack.demo.fleet import push_weights
+    from hack.demo.install import kept_fleet
     from hack.demo.load import Load
     from hack.demo.story import MODELS, side_of
     from tests.e2e.faults import pids
@@ -33,12 +31,10 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=10, help="changes between two lines (default: %(default)s)")
     parser.add_argument("--answers", type=int, default=20, help="answers after each change (default: %(default)s)")
     options = parser.parse_args()
-    found = defaults.load(defaults.DEFAULT_NAME)
-    if found is None:
+    fleet = kept_fleet()
+    if fleet is None:
         print("error: there is no local cluster; run `make demo ARGS=--keep` first", file=sys.stderr)
         return 1
-    target = Target("local", access.resolve(found.kubeconfig))
-    fleet = Fleet(target.kube, target.reach(), "moontide-demo")
     replicas, store, namespace = fleet.replicas(), fleet.store(), fleet.key_namespace
 
     def memory(pod: dict[str, object], needle: str) -> float:

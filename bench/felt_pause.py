@@ -93,22 +93,18 @@ def main() -> int:
     """0 when every change finished."""
     import httpx
 
-    from hack.cluster import access
-    from hack.cluster import settings as defaults
-    from hack.demo.fleet import Fleet, push_weights
-    from hack.demo.install import Target
+    from hack.demo.fleet import push_weights
+    from hack.demo.install import kept_fleet
     from hack.demo.story import MODELS, side_of
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="changes of each way (default: %(default)s)")
     parser.add_argument("--no-restart", action="store_true", help="leave out the rolling restart, which takes minutes")
     options = parser.parse_args()
-    found = defaults.load(defaults.DEFAULT_NAME)
-    if found is None:
+    fleet = kept_fleet()
+    if fleet is None:
         print("error: there is no local cluster; run `make demo ARGS=--keep` first", file=sys.stderr)
         return 1
-    target = Target("local", access.resolve(found.kubeconfig))
-    fleet = Fleet(target.kube, target.reach(), "moontide-demo")
     targets = [each.inference for each in fleet.replicas()]
 
     def spec(**changes: object) -> None:

@@ -18,11 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> int:
     """0 when every change finished."""
-    from hack.cluster import access
-    from hack.cluster import settings as defaults
     from hack.demo import prompts
-    from hack.demo.fleet import Fleet, push_weights
-    from hack.demo.install import Target
+    from hack.demo.fleet import push_weights
+    from hack.demo.install import kept_fleet
     from hack.demo.load import Load
     from hack.demo.story import MODELS, side_of
 
@@ -32,12 +30,10 @@ def main() -> int:
     )
     parser.add_argument("--clients", type=int, default=6)
     options = parser.parse_args()
-    found = defaults.load(defaults.DEFAULT_NAME)
-    if found is None:
+    fleet = kept_fleet()
+    if fleet is None:
         print("error: there is no local cluster; run `make demo ARGS=--keep` first", file=sys.stderr)
         return 1
-    target = Target("local", access.resolve(found.kubeconfig))
-    fleet = Fleet(target.kube, target.reach(), "moontide-demo")
     replicas = fleet.replicas()
     texts = dict(enumerate(prompts.make().all))
 

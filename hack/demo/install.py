@@ -15,6 +15,7 @@ import httpx
 import yaml
 
 from hack.cluster import access, binaries, kind
+from hack.cluster import settings as cluster_settings
 from hack.cluster.access import Access
 from hack.cluster.progress import Progress
 from hack.cluster.settings import repository_root
@@ -118,6 +119,15 @@ def examples(target: Target, voice: Voice) -> Fleet:
     _clear_stale_volume(target, objects, voice)
     target.kube.apply(*objects)
     voice.say(f"applied {', '.join(names(objects))}")
+    return Fleet(target.kube, target.reach(), NAMESPACE)
+
+
+def kept_fleet() -> Fleet | None:
+    """The fleet that a demo with --keep has left in the local cluster; None where there is no such cluster."""
+    found = cluster_settings.load(cluster_settings.DEFAULT_NAME)
+    if found is None:
+        return None
+    target = Target("local", access.resolve(found.kubeconfig))
     return Fleet(target.kube, target.reach(), NAMESPACE)
 
 

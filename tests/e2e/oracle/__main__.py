@@ -13,15 +13,12 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from hack.cluster import access
-from hack.cluster import settings as cluster_settings
 from hack.cluster.settings import repository_root
 from hack.demo import cold, prompts
 from hack.demo.cold import References
 from hack.demo.fleet import Fleet
-from hack.demo.install import Target
+from hack.demo.install import kept_fleet
 from hack.demo.kube import wait
 from tests.e2e.oracle.arms import FanOutArm, MoontideArm, Outcome, complaints, end_stock_fleet, stock_fleet
 from tests.e2e.oracle.clients import Router
@@ -81,15 +78,14 @@ def _say(text: str) -> None:
 def _demo() -> tuple[Fleet, References]:
     """The demo's fleet and references; the demo runs first where there are none."""
     path = repository_root() / "artifacts" / "cold-references.json"
-    found = cluster_settings.load(cluster_settings.DEFAULT_NAME)
-    if found is None or not path.exists():
+    fleet = kept_fleet()
+    if fleet is None or not path.exists():
         path.parent.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "hack.demo.command", "--keep", f"--references={path}"]
         subprocess.run(command, cwd=repository_root(), check=True)
-        found = cluster_settings.load(cluster_settings.DEFAULT_NAME)
-    assert found is not None
-    target = Target("local", access.resolve(Path(found.kubeconfig)))
-    return Fleet(target.kube, target.reach(), "moontide-demo"), cold.load(path)
+        fleet = kept_fleet()
+    assert fleet is not None
+    return fleet, cold.load(path)
 
 
 def _scale(fleet: Fleet, replicas: int) -> None:
