@@ -375,7 +375,8 @@ def test_fenced_weights_change_under_load_and_nothing_old_is_found(open_fleet: k
         for turn in range(10):
             fence(open_fleet, "ba"[turn % 2])
             count = len(answers)
-            kit.wait_for("answers", lambda c=count: len(answers) > c + 12, 60)
+            # A load that stalls ends after Mooncake's own 60 s.
+            kit.wait_for("answers", lambda c=count: len(answers) > c + 12, 240)
     finally:
         done.set()
     for client in clients:
@@ -581,7 +582,8 @@ class foreign_keys:  # noqa: N801 - reads as a function
     def __enter__(self) -> None:
         body = (
             f"print([store.put(f'foreign@tiny@{{i:064x}}', b'z' * 512) for i in range({self._count})], flush=True)\n"
-            "sys.stdin.read()"
+            "sys.stdin.read()\n"
+            "assert store.close() == 0"
         )
         self._process = subprocess.Popen(
             kit.store_command(body, segment=32 << 20),
@@ -594,8 +596,9 @@ class foreign_keys:  # noqa: N801 - reads as a function
         assert self._process.stdout.readline().strip() == b"[" + b", ".join([b"0"] * self._count) + b"]"
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        # By itself, so that it takes its segment back: what the master still places on a dead one is lost.
         self._process.communicate()
+        assert self._process.returncode == 0
 
 
 class WiperClient:
