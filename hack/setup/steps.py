@@ -115,7 +115,7 @@ def engine_environment(progress: Progress) -> None:
 
 
 def engine_releases(progress: Progress) -> None:
-    """The Python part of vLLM releases that have no CPU build; their wheels are large and are not kept."""
+    """The Python part of the other vLLM releases that the plugin knows; their wheels are large and are not kept."""
     for release in _releases():
         target = _release_dir(release)
         title = f"Python part of vLLM {release.version}"

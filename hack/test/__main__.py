@@ -23,6 +23,9 @@ SELECTION = "MOONTIDE_TEST_STAGES"
 _ENGINE_FOLDER = "engine"
 # Within it; these tests need no running engine, so they run on releases that have no CPU build, too.
 _SCHEDULER_FOLDER = "scheduler"
+# The others are for `make test-engines`.
+SLICE = ("0.33.0",)
+ALL_ENGINES = "MOONTIDE_TEST_ENGINES"
 # Beyond what any run needs, so that one that hangs says so before the machine's own limit ends everything.
 _CALL_SECONDS = 2400.0
 _TIMED_OUT = 124
@@ -63,7 +66,8 @@ class Part:
 def parts_of(stage: str) -> list[Part]:
     """The runs of a suite: the engine's tests in the engine's environment, all others in the development environment.
 
-    The scheduler's tests run once more on the Python part of each vLLM release in requirements/vllm-releases.txt.
+    The scheduler's tests run once more on the Python part of the vLLM releases in :data:`SLICE`, or of all that
+    requirements/vllm-releases.txt lists.
     """
     folder = repository_root() / "tests" / stage
     engine = folder / _ENGINE_FOLDER
@@ -72,6 +76,8 @@ def parts_of(stage: str) -> list[Part]:
         parts.append(Part("-engine", engine_python(), [str(engine)]))
     if (engine / _SCHEDULER_FOLDER).is_dir():
         for version, home in releases().items():
+            if version not in SLICE and os.environ.get(ALL_ENGINES) != "all":
+                continue
             environment = {"PYTHONPATH": f"{home}{os.pathsep}{repository_root()}", "MOONTIDE_TEST_VLLM": version}
             parts.append(Part(f"-engine-{version}", engine_python(), [str(engine / _SCHEDULER_FOLDER)], environment))
     return parts

@@ -34,4 +34,5 @@ PATCH = Patch(
         "vllm.entrypoints.launchers.api_server.entry:run_server_worker",
     ),
     install=_install,
+    made_for=("0.32.0", "0.33.0"),
 )

@@ -63,4 +63,6 @@ PATCH = Patch(
         f"{_STORE_SCHEDULER}.get_num_new_matched_tokens",
     ),
     install=_install,
+    optional=True,
+    made_for=("0.32.0", "0.33.0"),
 )

@@ -385,4 +385,6 @@ PATCH = Patch(
         "vllm.utils.network_utils:make_zmq_socket",
     ),
     install=_install,
+    optional=True,
+    made_for=("0.32.0", "0.33.0"),
 )

@@ -287,4 +287,6 @@ PATCH = Patch(
         f"{STORE}.data:ReqMeta.from_request_tracker",
     ),
     install=_install,
+    optional=True,
+    made_for=("0.32.0", "0.33.0"),
 )

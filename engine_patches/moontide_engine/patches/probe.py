@@ -87,4 +87,5 @@ PATCH = Patch(
         f"{STORE}.worker:KVCacheStoreRecvingThread._handle_request",
     ),
     install=_install,
+    made_for=("0.32.0", "0.33.0"),
 )

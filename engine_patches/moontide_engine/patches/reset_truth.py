@@ -77,4 +77,5 @@ PATCH = Patch(
         f"{front.ROUTER}:attach_router",
     ),
     install=_install,
+    made_for=("0.32.0", "0.33.0"),
 )

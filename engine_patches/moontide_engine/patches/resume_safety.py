@@ -67,4 +67,6 @@ PATCH = Patch(
         f"{SCHEDULER}.reset_prefix_cache",
     ),
     install=_install,
+    optional=True,
+    made_for=("0.32.0", "0.33.0"),
 )

@@ -99,4 +99,6 @@ PATCH = Patch(
         "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version",
     ),
     install=_install,
+    optional=True,
+    made_for=("0.32.0", "0.33.0"),
 )

@@ -65,15 +65,21 @@ def test_settings_have_defaults_and_bounds() -> None:
 
 
 def test_plugin_is_inert_unless_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise AssertionError("patches were applied")
+    def fail(auto: bool) -> None:
+        raise AssertionError(f"patches were applied, auto {auto}")
 
     monkeypatch.setattr(plugin.PATCHES, "apply", fail)
     for value in ("", "0", "true"):
         monkeypatch.setenv("MOONTIDE_ENABLED", value)
         plugin.register()
     monkeypatch.setenv("MOONTIDE_ENABLED", "1")
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="auto False"):
+        plugin.register()
+    monkeypatch.setenv("MOONTIDE_PATCHES", "Auto")
+    with pytest.raises(AssertionError, match="auto True"):
+        plugin.register()
+    monkeypatch.setenv("MOONTIDE_PATCHES", "auto")
+    with pytest.raises(plugin.settings.SettingsError, match="neither Strict nor Auto"):
         plugin.register()
 
 

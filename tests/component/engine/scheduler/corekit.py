@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
     MooncakeLookupResult,
@@ -35,7 +36,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from moontide_engine.patches import Patch
+from moontide_engine import fingerprint
+from moontide_engine.patches import APPLIED, Patch
 
 BLOCK = 16
 VOCABULARY = 500
@@ -47,8 +49,25 @@ class Stuck(Exception):
     """Requests did not end within the steps they were given."""
 
 
-def off(reason: str, raises: type[BaseException] | tuple[type[BaseException], ...] = AssertionError) -> Any:
-    """The parameter False, for a run without the patch: it must fail, with ``raises`` and nothing else."""
+RELEASE = vllm.__version__.partition("+")[0]
+
+
+def needed(patch: Patch) -> bool:
+    """Whether the table says that the release under test needs it."""
+    return patch.state(RELEASE) == APPLIED
+
+
+def off(
+    reason: str,
+    raises: type[BaseException] | tuple[type[BaseException], ...] = AssertionError,
+    patch: Patch | None = None,
+) -> Any:
+    """The parameter False, for a run without the patch: it must fail, with ``raises`` and nothing else.
+
+    Where the table says that the release does not need ``patch`` it must pass: that is what proves the table.
+    """
+    if patch is not None and not needed(patch):
+        return pytest.param(False, id="off")
     return pytest.param(
         False, id="off", marks=pytest.mark.xfail(strict=True, raises=raises, reason=f"stock vLLM: {reason}")
     )
@@ -365,16 +384,16 @@ def prompt(seed: int, length: int = 100) -> list[int]:
 
 @contextlib.contextmanager
 def installed(*patches: Patch, on: bool = True) -> Iterator[None]:
-    """The patches, for a while: what they replaced or added to classes comes back at the end."""
-    if not on:
-        yield
-        return
+    """The patches, for a while: what they replaced or added to classes comes back at the end.
+
+    As in an engine, one that the release under test does not need is left out.
+    """
+    patches = tuple(patch for patch in patches if on and needed(patch))
     owners = set()
     for patch in patches:
         for target in patch.references:
-            from moontide_engine import fingerprint
-
-            owners.add(fingerprint.resolve(target)[0])
+            with contextlib.suppress(fingerprint.Missing):
+                owners.add(fingerprint.resolve(target)[0])
     kept = {owner: dict(vars(owner)) for owner in owners}
     try:
         for patch in patches:
