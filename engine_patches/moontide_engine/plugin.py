@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from typing import Any
 
-from moontide_engine import settings
+from moontide_engine import cpu_build, settings
 from moontide_engine.patches import (
     Registry,
     gate,
@@ -46,7 +45,7 @@ def register() -> None:
         return
     loaded = settings.load()
     PATCHES.apply(auto=loaded.auto_patches)
-    _ask_for_amx()
+    cpu_build.prepare()
     if loaded.worker_spin is not None:
         calm(loaded.worker_spin)
 
@@ -71,14 +70,3 @@ def calm(seconds: float) -> None:
 
     module.SpinCondition.__init__ = init
     module.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
-
-
-def _ask_for_amx() -> None:
-    """Ask the kernel for the AMX tiles that vLLM's CPU attention uses.
-
-    vLLM leaves that to the first large matrix product. When the first request is short there was none yet, and the
-    worker dies of an illegal instruction (seen on 0.32.0's CPU build). A GPU build is not touched by it.
-    """
-    torch = importlib.import_module("torch")
-    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
-        logging.getLogger("moontide").warning("the kernel refuses AMX tiles; a short first request may end the worker")

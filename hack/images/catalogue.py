@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hack.cluster.errors import ClusterError
 from hack.cluster.settings import repository_root
+from hack.setup.steps import engine_release, further_engines
 
 PREFIX = "moontide.local"
 _IGNORED_FOLDERS = frozenset({"__pycache__", "build", "dist", "node_modules"})
@@ -28,6 +29,8 @@ class Image:
     inputs: tuple[str, ...]
     parent: tuple[str, str | None]
     loaded: bool = True
+    arguments: tuple[tuple[str, str], ...] = ()
+    """More build arguments, with their values."""
 
     @property
     def reference(self) -> str:
@@ -65,13 +68,34 @@ IMAGES = (
     ),
     Image("engine-cpu", "images/engine/Dockerfile.cpu", ("engine_patches",), ("ENV_IMAGE", "engine-cpu-env")),
 )
+
+
+def _of_release(release: str) -> tuple[Image, Image]:
+    """The CPU engine of one vLLM release, and its environment."""
+    pins = "engine-cpu" if release == engine_release() else f"engine-cpu-{release}"
+    name = f"engine-cpu-vllm{release}"
+    environment = Image(
+        f"{name}-env",
+        "images/engine/Dockerfile.cpu-env",
+        (f"requirements/{pins}.txt", f"requirements/{pins}.overrides.txt", "images/engine/trim-cpu-env.sh"),
+        ("BASE_IMAGE", "base"),
+        loaded=False,
+        arguments=(("PINS", pins),),
+    )
+    return environment, Image(
+        name, "images/engine/Dockerfile.cpu", ("engine_patches",), ("ENV_IMAGE", environment.name)
+    )
+
+
+# Made only on demand.
+RELEASE_IMAGES = tuple(image for release in (engine_release(), *further_engines()) for image in _of_release(release))
 # Made only on demand: its base comes from a registry.
 CUDA_IMAGE = Image("engine", "images/engine/Dockerfile", ("engine_patches",), ("BASE_IMAGE", None), loaded=False)
 
 
 def by_name(name: str) -> Image:
     """The image of that name."""
-    for image in (*IMAGES, CUDA_IMAGE):
+    for image in (*IMAGES, *RELEASE_IMAGES, CUDA_IMAGE):
         if image.name == name:
             return image
     raise ClusterError(f"there is no image {name!r}: {', '.join(image.name for image in IMAGES)}")
@@ -110,6 +134,8 @@ def key_of(image: Image, parent_key: str, root: Path | None = None) -> str:
     """Hash of everything that the image is made of: names, modes and content of files, and the image below."""
     top = root or repository_root()
     digest = hashlib.sha256(f"{image.name}\0{image.parent}\0{parent_key}\0".encode())
+    for name, value in image.arguments:
+        digest.update(f"{name}={value}\0".encode())
     for path in input_files(top, (image.dockerfile, *image.inputs)):
         executable = bool(path.stat().st_mode & 0o100)
         digest.update(f"{path.relative_to(top)}\0{executable}\0".encode())

@@ -19,7 +19,7 @@ from hack.cluster.selfcheck import load_busybox
 from hack.cluster.settings import cache_root, repository_root
 from hack.images import base
 from hack.images.builder import Builder, choose
-from hack.images.catalogue import CUDA_IMAGE, IMAGES, Image, input_files, key_of, with_parents
+from hack.images.catalogue import CUDA_IMAGE, IMAGES, RELEASE_IMAGES, Image, input_files, key_of, with_parents
 from hack.images.layouts import Layout
 
 
@@ -30,8 +30,9 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True)
     names = [image.name for image in IMAGES]
+    more = [image.name for image in RELEASE_IMAGES if image.loaded] + [f"{CUDA_IMAGE.name} (CUDA)"]
     build = commands.add_parser("build", help="Build what has changed, and load it into the cluster.")
-    build.add_argument("images", nargs="*", help=f"default: all of {', '.join(names)}; also {CUDA_IMAGE.name} (CUDA)")
+    build.add_argument("images", nargs="*", help=f"default: all of {', '.join(names)}; also {', '.join(more)}")
     build.add_argument("--cluster", choices=("local", "kind", "none"), default="local", help="where to load them")
     build.add_argument("--name", default=defaults.DEFAULT_NAME, help="the local cluster's name (default: %(default)s)")
     build.add_argument("--builder", choices=("auto", "buildah", "docker"), default="auto")
@@ -114,7 +115,7 @@ def _build_one(image: Image, keys: dict[str, str], base_reference: str, builder:
         progress.say(f"{image.reference}: unchanged")
     else:
         argument, parent = image.parent
-        arguments = {}
+        arguments = dict(image.arguments)
         if parent is not None:
             arguments[argument] = base_reference if parent == "base" else image_reference(parent, keys)
         began = time.monotonic()

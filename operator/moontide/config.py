@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Literal, cast
 
 _OWN_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
-DEFAULT_ENGINE_IMAGE = "moontide/engine:0.1.0-vllm0.32.0-cuda"
+DEFAULT_ENGINE_IMAGE = "moontide/engine:0.1.0-vllm{version}-cuda"
+DEFAULT_ENGINE_VERSION = "0.32.0"
 DEFAULT_MOONCAKE_IMAGE = "moontide/mooncake:0.1.0-mooncake0.3.13"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -23,6 +25,9 @@ class Config:
     watch_namespace: str = ""
     """The one namespace whose resources it serves; empty: all of them."""
     engine_image: str = DEFAULT_ENGINE_IMAGE
+    """``{version}`` in it is the vLLM release."""
+    engine_version: str = DEFAULT_ENGINE_VERSION
+    """The vLLM release of fleets that name none."""
     engine_device: Literal["cuda", "cpu"] = "cuda"
     mooncake_image: str = DEFAULT_MOONCAKE_IMAGE
     log_level: str = "INFO"
@@ -56,6 +61,9 @@ def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_F
     device = environ.get("MOONTIDE_ENGINE_DEVICE") or default.engine_device
     if device not in ("cuda", "cpu"):
         raise ValueError(f"MOONTIDE_ENGINE_DEVICE is {device!r}; write cuda or cpu")
+    version = environ.get("MOONTIDE_ENGINE_VERSION") or default.engine_version
+    if not re.fullmatch(r"[0-9]+\.[0-9]+\.[0-9]+", version):
+        raise ValueError(f"MOONTIDE_ENGINE_VERSION is {version!r}; write a vLLM release, for example 0.32.0")
     level = (environ.get("MOONTIDE_LOG_LEVEL") or default.log_level).upper()
     if level not in LOG_LEVELS:
         raise ValueError(f"MOONTIDE_LOG_LEVEL is {level!r}; write one of {', '.join(LOG_LEVELS)}")
@@ -63,6 +71,7 @@ def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_F
         namespace=namespace or default.namespace,
         watch_namespace=environ.get("MOONTIDE_WATCH_NAMESPACE", "").strip(),
         engine_image=environ.get("MOONTIDE_ENGINE_IMAGE") or default.engine_image,
+        engine_version=version,
         engine_device=cast("Literal['cuda', 'cpu']", device),
         mooncake_image=environ.get("MOONTIDE_MOONCAKE_IMAGE") or default.mooncake_image,
         log_level=level,

@@ -52,6 +52,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (_with(FLEET, "spec.model.source", "/data/weights"), "write pvc://CLAIM/FOLDER or hf://ORG/NAME"),
     (_with(FLEET, "spec.model.source", "pvc://claim"), "write pvc://CLAIM/FOLDER or hf://ORG/NAME"),
     (_with(FLEET, "spec.engine.args", ["--port", "1"]), "engine.args holds a flag that Moontide sets itself"),
+    (_with(FLEET, "spec.engine.version", "0.31.0"), "engine.version is a vLLM that the patches do not know: write one"),
+    (_with(FLEET, "spec.engine.version", "v0.32"), "spec.engine.version"),
+    (_with(FLEET, "spec.engine.patches", "Off"), "spec.engine.patches"),
     (_with(FLEET, "spec.engine.args", ["--model=x"]), "engine.args holds a flag that Moontide sets itself"),
     (
         _with(FLEET, "spec.engine.env", [{"name": "PYTHONHASHSEED", "value": "1"}]),

@@ -135,7 +135,7 @@ def children(
     """The fleet's children, in the order in which they are applied. Engines of others have no Deployment and no Service
     of ours; who launches them takes the token and the store's configuration from here.
 
-    Raises :class:`InvalidSpec` for a pool whose sizes are no amounts of memory.
+    Raises :class:`InvalidSpec` for a pool whose sizes are no amounts of memory, and for a release that has no image.
     """
     meta, spec, owner = resource.meta, resource.model.spec, resource.owner_reference()
     made: list[Child] = [engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid))]
@@ -150,13 +150,17 @@ def children(
         made.append(engine.config_map(meta.name, meta.namespace, owner, mooncake))
     if spec.endpoints is not None:
         return tuple(made)
+    try:
+        image = engine.image(spec, ctx.config.engine_image, ctx.config.engine_version)
+    except ValueError as error:
+        raise InvalidSpec("VersionHasNoImage", f"{error}") from error
     made.append(
         engine.deployment(
             meta.name,
             meta.namespace,
             owner,
             spec,
-            default_image=ctx.config.engine_image,
+            engine_image=image,
             default_device=ctx.config.engine_device,
             mooncake=mooncake,
             memo=engine.memo_seconds(pool.model.spec) if pool is not None else None,
@@ -240,7 +244,7 @@ def status_of(ctx: Context, resource: Resource[InferenceDeployment], seen: Seen)
         progressing(resource, seen),
         kv_cache_attached(resource, seen),
         policy_current(resource, seen, current),
-        engine_patched(seen.fleet),
+        engine_patched(seen.fleet, spec.engine.version),
     ]
     policy = seen.around.policy
     return InferenceDeploymentStatus(
@@ -401,23 +405,35 @@ def policy_current(resource: Resource[InferenceDeployment], seen: Seen, current:
     return Verdict(name, "True", "Current", f"every wanted replica serves PolicyVersion {spec.policy_ref.name}")
 
 
-def engine_patched(fleet: Fleet) -> Verdict:
-    """Whether every engine that answers runs with its patch set."""
+def engine_patched(fleet: Fleet, version: str | None = None) -> Verdict:
+    """Whether every engine that answers runs with its patch set, and on vLLM ``version`` if one is asked for."""
     name = "EnginePatched"
     found: dict[str, set[str]] = {}
-    bare = []
+    bare, versions = [], set()
     for replica in fleet.replicas:
         if replica.status is None or replica.terminating:
             continue
         if not replica.status.patches:
             bare.append(replica.name)
+        if replica.status.engine_version:
+            versions.add(replica.status.engine_version.partition("+")[0])
         for patch, state in replica.status.patches.items():
             found.setdefault(patch, set()).add(state)
-    summary = ", ".join(f"{patch}: {'/'.join(sorted(states))}" for patch, states in sorted(found.items()))
+    summary = f"vLLM {' and '.join(sorted(versions)) or '?'}; " + ", ".join(
+        f"{patch}: {'/'.join(sorted(states))}" for patch, states in sorted(found.items())
+    )
     if bare:
         return Verdict(name, "False", "NotPatched", f"no patch set on {', '.join(sorted(bare)[:_LISTED])}")
     if not found:
         return Verdict(name, "Unknown", "NoEngineAnswers", "no engine has said yet which patches it runs with")
-    if any(state not in ("applied", "upstream") for states in found.values() for state in states):
+    states = set().union(*found.values())
+    if states - {"applied", "upstream", "not applicable", "unverified"}:
         return Verdict(name, "False", "Refused", summary)
+    if "unverified" in states:
+        return Verdict(
+            name, "False", "Unverified", f"engine.patches is Auto, and some do not know this vLLM: {summary}"
+        )
+    if version is not None and versions - {version}:
+        text = f"engine.version asks for {version}: the image has another, or a rollout is under way: {summary}"
+        return Verdict(name, "False", "OtherVersion", text)
     return Verdict(name, "True", "Patched", summary)

@@ -29,6 +29,7 @@ MODELS_FOLDER = "/models"
 CACHE_FOLDER = "/cache"
 DEFAULT_MEMO_SECONDS = 2.5
 """The engine's own ``MOONTIDE_LOOKUP_MEMO_SECONDS`` (docs/engine-admin-api.md)."""
+_VERSION = "{version}"
 LOOKUP_PORT = 8002
 """Names the lookup socket inside a pod; nothing listens on it as a TCP port."""
 
@@ -160,6 +161,8 @@ def environment(spec: InferenceDeploymentSpec, uid: str, device: str, memo: floa
         "MOONTIDE_KEY_NAMESPACE": uid if spec.kv_cache is not None else "",
         "MOONTIDE_WEIGHTS_VERSION": spec.pod_model.version,
     }
+    if spec.engine.patches != "Require":
+        values["MOONTIDE_PATCHES"] = spec.engine.patches
     if spec.kv_cache is not None:
         values["MOONCAKE_CONFIG_PATH"] = f"{MOONCAKE_FOLDER}/mooncake.json"
     return [
@@ -167,6 +170,23 @@ def environment(spec: InferenceDeploymentSpec, uid: str, device: str, memo: floa
         common.field_env("VLLM_HOST_IP", "status.podIP"),
         common.field_env("MOONTIDE_POD_UID", "metadata.uid"),
     ]
+
+
+def image(spec: InferenceDeploymentSpec, template: str, version: str) -> str:
+    """The engine's image: the spec's own, else ``template`` with the spec's vLLM release, or ``version``, in the place
+    of ``{version}``.
+
+    Raises ValueError where the spec names a release, no image, and the template is that of one other release.
+    """
+    if spec.engine.image is not None:
+        return spec.engine.image
+    wanted = spec.engine.version or version
+    if wanted != version and _VERSION not in template:
+        raise ValueError(
+            f"engine.version is {wanted}, and this operator's engine image {template} is vLLM {version}: write "
+            f"engine.image too, or set the chart's defaults.engine.image to a name that holds {_VERSION}"
+        )
+    return template.replace(_VERSION, wanted)
 
 
 def container_resources(spec: InferenceDeploymentSpec, device: str) -> k8s.V1ResourceRequirements:
@@ -184,13 +204,13 @@ def deployment(
     owner: k8s.V1OwnerReference,
     spec: InferenceDeploymentSpec,
     *,
-    default_image: str,
+    engine_image: str,
     default_device: str,
     mooncake: str | None,
     memo: float | None = None,
 ) -> k8s.V1Deployment:
-    """The fleet. ``mooncake`` is the content of its Mooncake configuration, None without a pool; ``memo``: see
-    :func:`memo_seconds`."""
+    """The fleet. ``engine_image``: see :func:`image`; ``memo``: see :func:`memo_seconds`; ``mooncake``: the content of
+    its Mooncake configuration, None without a pool."""
     selector = labels.engine_labels(name)
     annotations = {common.TEMPLATE_HASH: common.digest(mooncake)} if mooncake is not None else None
     return k8s.V1Deployment(
@@ -215,7 +235,7 @@ def deployment(
                     automount_service_account_token=False,
                     security_context=common.pod_security(),
                     termination_grace_period_seconds=PRE_STOP_SECONDS + spec.rollout.drain_seconds + EXIT_SECONDS,
-                    containers=[_container(spec, owner.uid, default_image, spec.engine.device or default_device, memo)],
+                    containers=[_container(spec, owner.uid, engine_image, spec.engine.device or default_device, memo)],
                     volumes=_volumes(name, spec),
                 ),
             ),
@@ -224,12 +244,12 @@ def deployment(
 
 
 def _container(
-    spec: InferenceDeploymentSpec, uid: str, default_image: str, device: str, memo: float | None
+    spec: InferenceDeploymentSpec, uid: str, engine_image: str, device: str, memo: float | None
 ) -> k8s.V1Container:
     port = naming.INFERENCE_PORT
     return k8s.V1Container(
         name=naming.ENGINE_CONTAINER,
-        image=spec.engine.image or default_image,
+        image=engine_image,
         command=arguments(spec, uid),
         env=environment(spec, uid, device, memo),
         ports=[

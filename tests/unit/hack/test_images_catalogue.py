@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hack.cluster.errors import ClusterError
 from hack.cluster.settings import repository_root
-from hack.images.catalogue import CUDA_IMAGE, IMAGES, Image, by_name, input_files, key_of, with_parents
+from hack.images.catalogue import CUDA_IMAGE, IMAGES, RELEASE_IMAGES, Image, by_name, input_files, key_of, with_parents
 from hack.images.cli import image_keys
+from hack.setup.steps import engine_release
 
 IMAGE = Image("x", "images/x/Dockerfile", ("code", "pins.txt"), ("BASE_IMAGE", "base"))
 
@@ -62,6 +64,20 @@ def test_an_image_comes_after_the_one_it_is_built_on() -> None:
     ]
 
 
+def test_each_release_with_pins_has_an_image_of_its_own() -> None:
+    environment, engine = with_parents(["engine-cpu-vllm0.22.1"])
+    assert dict(environment.arguments) == {"PINS": "engine-cpu-0.22.1"}
+    assert "requirements/engine-cpu-0.22.1.txt" in environment.inputs
+    assert engine.parent == ("ENV_IMAGE", environment.name)
+    own = by_name(f"engine-cpu-vllm{engine_release()}-env")
+    assert own.inputs == by_name("engine-cpu-env").inputs
+    assert not {image.name for image in RELEASE_IMAGES} & {image.name for image in IMAGES}, "made on demand"
+
+
+def test_the_key_follows_build_arguments(root: Path) -> None:
+    assert key_of(replace(IMAGE, arguments=(("A", "1"),)), "p", root) != key_of(IMAGE, "p", root)
+
+
 def test_a_change_of_the_base_changes_all_images_that_stand_on_it() -> None:
     images = [image for image in IMAGES if image.name != "operator"]
     before, after = image_keys(images, "one"), image_keys(images, "two")
@@ -83,12 +99,14 @@ def test_names_are_those_that_pods_use() -> None:
     }
 
 
-@pytest.mark.parametrize("image", [*IMAGES, CUDA_IMAGE], ids=lambda image: image.name)
+@pytest.mark.parametrize("image", [*IMAGES, *RELEASE_IMAGES, CUDA_IMAGE], ids=lambda image: image.name)
 def test_every_dockerfile_ends_as_an_unprivileged_user_and_copies_only_its_inputs(image: Image) -> None:
     text = (repository_root() / image.dockerfile).read_text().replace("\\\n", " ")
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "10001:10001"
     assert re.search(rf"^ARG {image.parent[0]}=\S+$", text, re.MULTILINE)
     assert re.search(rf"^FROM \$\{{{image.parent[0]}\}}$", text, re.MULTILINE)
+    for name, value in {**dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE)), **dict(image.arguments)}.items():
+        text = text.replace(f"${{{name}}}", value)
     for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
         for source in line.split()[:-1]:
             assert any(source == given or source.startswith(f"{given}/") for given in image.inputs), source
@@ -98,4 +116,5 @@ def test_every_dockerfile_ends_as_an_unprivileged_user_and_copies_only_its_input
 def test_no_secret_is_given_to_a_build(image: Image) -> None:
     text = (repository_root() / image.dockerfile).read_text()
     arguments = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
-    assert arguments <= {"BASE_IMAGE", "ENV_IMAGE", "SSL_CERT_FILE", "PIP_CERT", "UV_VERSION", "MOONCAKE_PACKAGE"}
+    named = {"BASE_IMAGE", "ENV_IMAGE", "SSL_CERT_FILE", "PIP_CERT", "UV_VERSION", "MOONCAKE_PACKAGE"}
+    assert arguments <= {*named, "PINS", "VLLM_VERSION"}

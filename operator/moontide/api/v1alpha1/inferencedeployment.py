@@ -34,6 +34,10 @@ MANAGED_FLAGS = (
 MANAGED_ENV = ("PYTHONHASHSEED", "VLLM_PLUGINS", "VLLM_PORT", "VLLM_HOST_IP", "MOONCAKE_CONFIG_PATH")
 """Environment variables that the operator sets itself; every ``MOONTIDE_`` and dev-mode variable too."""
 
+ENGINE_VERSIONS = ("0.22.1", "0.23.0", "0.24.0", "0.27.1", "0.32.0", "0.33.0")
+"""vLLM releases that the engine plugin's patches know."""
+
+_version_list = "[" + ", ".join(f"'{version}'" for version in ENGINE_VERSIONS) + "]"
 _flag_list = "[" + ", ".join(f"'{flag}'" for flag in MANAGED_FLAGS) + "]"
 _env_list = "[" + ", ".join(f"'{name}'" for name in (*MANAGED_ENV, "VLLM_SERVER_DEV_MODE")) + "]"
 
@@ -74,11 +78,23 @@ class Engine(Api):
                 + ", ".join(MANAGED_ENV)
                 + ", VLLM_SERVER_DEV_MODE, MOONTIDE_*); remove it",
             ),
+            rule(
+                f"!has(self.version) || self.patches == 'Auto' || self.version in {_version_list}",
+                "engine.version is a vLLM that the patches do not know: write one of "
+                + ", ".join(ENGINE_VERSIONS)
+                + ", or engine.patches: Auto to run it with the patches that know it",
+            ),
         )
     )
 
     image: Annotated[str | None, Field(min_length=1, max_length=512)] = None
     """Image with vLLM and the Moontide plugin; the operator's configured image when absent."""
+    version: Annotated[str | None, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=32)] = None
+    """The vLLM release, for example 0.32.0: it picks the image unless ``image`` names one. Engines that report another
+    release are named in condition ``EnginePatched``. The operator's configured release when absent."""
+    patches: Literal["Require", "Auto"] = "Require"
+    """What an engine does whose vLLM the patches do not know: ``Require``: it does not start. ``Auto``: it runs with
+    those that know it; condition ``EnginePatched`` then says which are missing."""
     device: Literal["cuda", "cpu"] | None = None
     """The operator's configured device when absent (``cuda`` unless changed). ``cpu`` is for trying things out: it
     drops the GPU request and sets what vLLM's CPU build needs."""
@@ -149,7 +165,8 @@ class Endpoints(Api):
 
 _pods_only = (
     "!has(self.resources) && self.replicas == 1 && self.sharedMemory == '1Gi' && !has(self.engine.image) && "
-    "!has(self.engine.device) && self.engine.args.size() == 0 && self.engine.env.size() == 0 && "
+    "!has(self.engine.device) && !has(self.engine.version) && "
+    "self.engine.patches == 'Require' && self.engine.args.size() == 0 && self.engine.env.size() == 0 && "
     "self.rollout.maxSurge == 0 && self.rollout.maxUnavailable == 1 && self.rollout.drainSeconds == 30"
 )
 
