@@ -14,6 +14,7 @@ from moontide_engine import cpu_build, settings
 from moontide_engine.patches import (
     Registry,
     gate,
+    key_namespace,
     load_retry,
     lookup_economy,
     policy_epoch,
@@ -29,6 +30,7 @@ PATCHES = Registry(
     (
         gate.PATCH,
         probe.PATCH,
+        key_namespace.PATCH,
         reset_truth.PATCH,
         policy_epoch.PATCH,
         resume_safety.PATCH,
