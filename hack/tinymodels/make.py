@@ -1,5 +1,7 @@
 """Make a tiny random Llama with a byte-level tokenizer of its own: ``python make.py OUTDIR SEED``.
 
+``--hybrid`` makes a Gemma 3 instead, with a window of 128 tokens in two of three layers: three groups of KV blocks.
+
 Two seeds stand for two policies: same shape and tokenizer, different weights, so that an answer computed with the KV of
 the wrong one is a different answer. Runs in an engine environment (torch and transformers), offline, in seconds.
 
@@ -14,11 +16,24 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 512
 HIDDEN = 256
 LAYERS = 4
 MAX_POSITIONS = 4096
+WINDOW = 128
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
 GAINS = {"q_proj": 4.0, "k_proj": 4.0, "v_proj": 1.2, "o_proj": 1.2, "mlp": 0.7}
 SPECIAL = ("<s>", "</s>", "<pad>")
 CORPUS = (
@@ -59,30 +74,38 @@ def scale(name: str, inputs: int) -> float:
     return 1.0 / math.sqrt(inputs)
 
 
-def make_model(out: Path, seed: int) -> None:
+def random_llama() -> Any:
+    """Full attention in every layer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, tie_word_embeddings=False, **SHAPE))
+
+
+def random_gemma() -> Any:
+    """Two layers with a sliding window to each one with full attention."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        num_hidden_layers=2 * len(kinds),
+        layer_types=kinds * 2,
+        sliding_window=WINDOW,
+        head_dim=HIDDEN // 4,
+        **SHAPE,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def make_model(out: Path, seed: int, hybrid: bool = False) -> None:
     """Save random weights.
 
     The usual initial scale makes greedy decoding repeat one token whatever the prompt. With these gains every answer
     depends on the whole prompt, which is what makes a stale block visible.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
+    model = random_gemma() if hybrid else random_llama()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2:
@@ -98,10 +121,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("outdir", type=Path)
     parser.add_argument("seed", type=int)
+    parser.add_argument("--hybrid", action="store_true", help="sliding windows in two of three layers")
     parsed = parser.parse_args(arguments)
     parsed.outdir.mkdir(parents=True, exist_ok=True)
     make_tokenizer(parsed.outdir)
-    make_model(parsed.outdir, parsed.seed)
+    make_model(parsed.outdir, parsed.seed, parsed.hybrid)
     return 0
 
 

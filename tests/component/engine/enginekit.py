@@ -399,18 +399,23 @@ class Fleet:
         return self.pool.submit(work, *args)
 
 
+def vllm_plugin(home: Path, module: Path) -> str:
+    """Make a module with a ``register`` a vLLM plugin of the engines that have ``home`` on PYTHONPATH. Its name."""
+    name = module.stem
+    info = home / f"{name}-0.dist-info"
+    info.mkdir(parents=True)
+    shutil.copy(module, home)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+    return name
+
+
 class LateSaves:
     """Holds back one rank's transfers in engines that have :attr:`environment`."""
 
     def __init__(self, folder: Path) -> None:
-        name = "late_saves_of_one_rank"
         home = folder / "plugin"
-        info = home / f"{name}-0.dist-info"
-        info.mkdir(parents=True)
-        shutil.copy(Path(__file__).with_name(f"{name}.py"), home)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
-        self.plugin = name
+        self.plugin = vllm_plugin(home, Path(__file__).with_name("late_saves_of_one_rank.py"))
         self._file = folder / "hold.json"
         self.environment = {"PYTHONPATH": str(home), "TEST_LATE_SAVES_FILE": str(self._file)}
 
