@@ -12,6 +12,7 @@ import contextlib
 import pickle
 import random
 import time
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -23,10 +24,7 @@ import pytest
 import torch
 import vllm
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
-    MooncakeLookupResult,
-    MooncakeStoreWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data as store_data
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -34,7 +32,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.worker.worker_base import CompilationTimes
+from vllm.v1.worker import worker_base
 
 from moontide_engine import fingerprint
 from moontide_engine.patches import APPLIED, Patch
@@ -50,6 +48,9 @@ class Stuck(Exception):
 
 
 RELEASE = vllm.__version__.partition("+")[0]
+HOLDS_BLOCKS = hasattr(store_data, "MooncakeStoreWorkerMetadata")
+"""Whether the scheduler holds the blocks of each save until its end is reported. Before, it did so only for requests
+that have ended, until all saves of one had."""
 
 
 def needed(patch: Patch) -> bool:
@@ -125,8 +126,13 @@ class SimExecutor(Executor):
         self.seen: dict[str, _Seen] = {}
         self.steps = 0
         self.loads: list[tuple[int, str, list[tuple[int, bytes]]]] = []
-        self.saves: list[tuple[int, int, list[tuple[bytes, list[Slot]]]]] = []
+        self.saves: list[tuple[int, Any]] = []
         self.pending: ModelRunnerOutput | None = None
+        self.in_process = False
+        """See the scheduler output itself, as the only worker of an engine without ranks does."""
+        # Releases whose scheduler holds no blocks for saves: each request's saves under way, and who has ended.
+        self.unsaved: dict[str, int] = {}
+        self.ended: set[str] = set()
 
     def collective_rpc(  # type: ignore[override]
         self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, non_block: bool = False
@@ -137,10 +143,10 @@ class SimExecutor(Executor):
             },
             "get_supported_kv_cache_layouts": ["LBNHC"],
             "determine_available_memory": 1 << 30,
-            "compile_or_warm_up_model": CompilationTimes(0.0, 0.0),
+            "compile_or_warm_up_model": worker_base.CompilationTimes(0.0, 0.0),
         }
         if method == "execute_model":
-            result = self._execute(pickle.loads(pickle.dumps(args[0])))
+            result = self._execute(args[0] if self.in_process else pickle.loads(pickle.dumps(args[0])))
         elif method == "sample_tokens":
             result, self.pending = self.pending, None
         else:
@@ -175,7 +181,7 @@ class SimExecutor(Executor):
             elif fresh:
                 seen.blocks.extend(fresh[0])
             starts[request] = cached.num_computed_tokens[index]
-        transfers = self._transfers(output.kv_connector_metadata)
+        transfers = self._transfers(output.kv_connector_metadata, output.finished_req_ids)
         ids, sampled = [], []
         for request, count in output.num_scheduled_tokens.items():
             seen = self.seen[request]
@@ -211,7 +217,7 @@ class SimExecutor(Executor):
     def _visible(self, seen: _Seen) -> list[Slot | None]:
         return [self.kv.get(self._slot(seen, position)) for position in range(len(seen.tokens))]
 
-    def _transfers(self, metadata: Any) -> KVConnectorOutput | None:
+    def _transfers(self, metadata: Any, finished: set[str]) -> KVConnectorOutput | None:
         for meta in getattr(metadata, "requests", ()):
             spec = meta.load_spec
             if spec is not None and spec.can_load:
@@ -232,27 +238,54 @@ class SimExecutor(Executor):
                 self.store.loaded += 1
                 for offset, slot in enumerate(content):
                     self.kv[block, offset] = slot
-        ended = {}
-        for due, job, content in [save for save in self.saves if save[0] <= self.steps]:
-            self.saves.remove((due, job, content))
-            for key, slots in content:
-                self.store.blocks.setdefault(key, slots)
-            ended[job] = 1
-        if ended:
-            output.kv_connector_worker_meta = MooncakeStoreWorkerMetadata(ended)
+        jobs = {}
+        for due, meta in [save for save in self.saves if save[0] <= self.steps]:
+            self.saves.remove((due, meta))
+            self._store(meta)
+            if HOLDS_BLOCKS:
+                jobs[meta.store_job_id] = 1
+            else:
+                self.unsaved[meta.req_id] -= 1
+        if jobs:
+            output.kv_connector_worker_meta = store_data.MooncakeStoreWorkerMetadata(jobs)
+        self.ended |= finished & self.unsaved.keys()
+        output.finished_sending = {request for request in self.ended if not self.unsaved[request]}
+        self.ended -= output.finished_sending
+        for gone in output.finished_sending:
+            del self.unsaved[gone]
         return None if metadata is None else output
 
+    def _store(self, meta: Any) -> None:
+        for index in range(min(meta.token_len_chunk // BLOCK, len(meta.block_hashes))):
+            block = meta.block_ids[0][index]
+            slots = [self.kv.get((block, offset)) for offset in range(BLOCK)]
+            if None not in slots:
+                self.store.blocks.setdefault(bytes(meta.block_hashes[index]), slots)
+
     def _save(self, metadata: Any) -> None:
+        if not HOLDS_BLOCKS:
+            for gone in getattr(metadata, "preempted_req_ids", ()):
+                # Its blocks are free, so what was not saved in time is not saved.
+                self.saves = [save for save in self.saves if save[1].req_id != gone]
+                self.unsaved.pop(gone, None)
         for meta in getattr(metadata, "requests", ()):
             if not meta.can_save:
                 continue
-            content = []
-            for index in range(min(meta.token_len_chunk // BLOCK, len(meta.block_hashes))):
-                block = meta.block_ids[0][index]
-                slots = [self.kv.get((block, offset)) for offset in range(BLOCK)]
-                if None not in slots:
-                    content.append((bytes(meta.block_hashes[index]), slots))
-            self.saves.append((self.steps + 1 + self.store.save_steps, meta.store_job_id, content))
+            self.saves.append((self.steps + 1 + self.store.save_steps, meta))
+            if not HOLDS_BLOCKS:
+                self.unsaved[meta.req_id] = self.unsaved.get(meta.req_id, 0) + 1
+
+
+def _answer_lookups(client: Any, store: SimStore) -> None:
+    if HOLDS_BLOCKS:
+        client._lookup = lambda count, hashes: store_data.MooncakeLookupResult(store.hits(count, hashes))
+    elif not hasattr(client, "_lookup"):
+        # It waits for the answer. It asks for whole blocks, and leaves the last token out by itself.
+        client.lookup = lambda count, hashes: store.hits(count + 1, hashes)
+    elif "token_len" in client._lookup.__code__.co_varnames:
+        client._lookup = lambda count, hashes: store.hits(count + 1, hashes)
+    else:
+        client._lookup = store.hits
 
 
 class Core:
@@ -291,14 +324,17 @@ class Core:
                     "lookup_async": lookup_async,
                 },
             )
-        config = EngineArgs(**options).create_engine_config()
-        self.core = EngineCore(config, SimExecutor, log_stats=False)
+        with warnings.catch_warnings():
+            # Old releases import things that this torch deprecates.
+            warnings.simplefilter("ignore")
+            config = EngineArgs(**options).create_engine_config()
+            self.core = EngineCore(config, SimExecutor, log_stats=False)
         self.worker: Any = self.core.model_executor
         self.worker.policy = policy
         if store is not None:
             self.worker.store = store
             client = self.scheduler.connector.connector_scheduler.client
-            client._lookup = lambda count, hashes: MooncakeLookupResult(store.hits(count, hashes))
+            _answer_lookups(client, store)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.cached: dict[str, int] = {}
