@@ -112,11 +112,15 @@ def tagged(function: Callable[[Any], bytes], epoch: str) -> Callable[[Any], byte
 
 
 def rehash(request: Any, epoch: str) -> None:
-    """Hash all of a request again under ``epoch``. In place: the connector holds a reference to this very list."""
+    """Hash all of a request again under ``epoch``.
+
+    In a list of its own: saves that are queued read the old one, and the worker of an engine without ranks lives in
+    EngineCore's process.
+    """
     request.cache_salt = compose(epoch, request.moontide_salt)
     request.moontide_epoch = epoch
     request._block_hasher = getattr(request, "moontide_hasher", request._block_hasher)
-    del request.block_hashes[:]
+    request.block_hashes = []
     request.update_block_hashes()
 
 
@@ -148,7 +152,7 @@ def switch(core: Any, epoch: str) -> dict[str, Any]:
             if request.is_finished() or request._block_hasher is None:
                 continue
             if request.status == status.RUNNING:
-                make_private(request, scheduler.hash_block_size)
+                make_private(request, scheduler.kv_cache_manager.block_pool.hash_block_size)
                 done.running += 1
                 continue
             rehash(request, epoch)
@@ -201,7 +205,9 @@ def _forget(connector: Any, request_id: str) -> None:
         store = getattr(child, "connector_scheduler", None)
         if store is not None and hasattr(store, "load_specs"):
             store.load_specs.pop(request_id, None)
-            store.client.discard(request_id)
+            # Old releases ask the store and wait, so no answer can be on its way.
+            if hasattr(store.client, "discard"):
+                store.client.discard(request_id)
 
 
 def _hasher_maker(original: Any) -> Any:
@@ -277,16 +283,19 @@ PATCH = Patch(
         f"{SCHEDULER}.reset_prefix_cache",
         f"{SCHEDULER}._update_waiting_for_remote_kv",
         f"{SCHEDULER}._handle_blocked_waiting_request",
+        f"{SCHEDULER}._try_promote_blocked_waiting_request",
         _HASHER,
         "vllm.v1.core.kv_cache_utils:get_request_block_hasher",
         "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
+        "vllm.v1.core.block_pool:BlockPool.__init__",
+        "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
         "vllm.v1.request:Request.__init__",
         "vllm.v1.request:Request.update_block_hashes",
         f"{STORE}.scheduler:MooncakeStoreScheduler.get_num_new_matched_tokens",
         f"{STORE}.scheduler:MooncakeStoreScheduler.build_connector_meta",
         f"{STORE}.data:ReqMeta.from_request_tracker",
+        f"{STORE}.worker:LookupKeyClient.discard",
     ),
     install=_install,
     optional=True,
-    made_for=("0.32.0", "0.33.0"),
 )

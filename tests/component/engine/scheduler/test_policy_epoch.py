@@ -155,14 +155,17 @@ def test_what_a_running_request_still_stores_is_never_found(tiny: Path, patched:
 
 
 def test_a_preempted_request_starts_over_in_the_new_epoch(tiny: Path, patched: bool, scheduling: bool) -> None:
-    core, text = kit.Core(tiny, async_scheduling=scheduling), kit.prompt(1)
+    text = kit.prompt(1)
+    core = kit.Core(tiny, max_model_len=256, num_gpu_blocks_override=18, async_scheduling=scheduling)
     change(core, "a", "p/1")
-    core.add("straddles", text, 20)
-    core.step(6)
+    core.add("grows until no block is left", kit.prompt(2), 100)
+    core.step(2)
+    core.add("straddles", text, 30)
+    core.step(3)
+    straddler = core.scheduler.requests["straddles"]
     change(core, "b", "p/2")
-    request = core.scheduler.running.pop()
-    core.scheduler._preempt_request(request, 0.0)
     core.run()
+    assert straddler.num_preemptions == 1
     # Its earlier tokens are those of a, but its context was computed again by b, and is what others may share.
     full = [*text, *core.tokens["straddles"]]
     assert core.ask("after", full) == kit.cold("b", full, 4)
@@ -225,6 +228,25 @@ def test_requests_during_a_weight_update_leave_nothing_behind(tiny: Path, patche
     change(other, "b", "p/2")
     assert core.ask("local", text) == kit.cold("b", text, 4)
     assert other.ask("remote", text) == kit.cold("b", text, 4)
+
+
+def test_a_save_that_is_late_stays_in_its_epoch(tiny: Path, scheduling: bool) -> None:
+    """The only worker of an engine without ranks shares EngineCore's objects, and reads hashes when it saves."""
+    with kit.installed(policy_epoch.PATCH, resume_safety.PATCH):
+        store, text = kit.SimStore(save_steps=8), kit.prompt(1)
+        core = kit.Core(tiny, store=store, async_scheduling=scheduling)
+        other = kit.Core(tiny, store=store, policy="b", async_scheduling=scheduling)
+        core.worker.in_process = True
+        change(core, "a", "p/1")
+        change(other, "b", "p/2")
+        core.add("straddles", text, 20)
+        core.step(3)
+        assert core.worker.saves
+        change(core, "b", "p/2")
+        core.core.moontide_start_over()
+        core.run()
+        core.settle()
+        assert other.ask("remote", text) == kit.cold("b", text, 4)
 
 
 def test_hashes_tell_their_epoch_and_what_nobody_may_find_tells_none(tiny: Path) -> None:
