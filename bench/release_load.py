@@ -37,8 +37,10 @@ import enginekit as kit  # noqa: E402
 
 MASTER, METRICS = 18180, 18181
 CLIENTS = 4
-TURNS = 4
-WORDS = 24
+TURNS = 5
+LIVE = 2
+"""Conversations that a client has at a time."""
+WORDS = 16
 """Of one turn; a byte-level tokenizer makes about three tokens of each."""
 LENGTH = 640
 BLOCKS = 88
@@ -91,21 +93,23 @@ def load(urls: list[str], seconds: float, arm: Arm) -> list[str]:
     answered: list[str] = []
 
     def client(number: int) -> None:
-        # Conversations begin alike, in three ways.
+        # Each turn waits for those of other conversations, so its prefix is an old one here and there.
         chance, count = random.Random(number), 0
+        live: list[list[str]] = []
         while time.monotonic() < until:
-            count += 1
-            text = " ".join(f"system {chance.randrange(3)} {word}" for word in range(WORDS))
-            for turn in range(TURNS):
-                text += f" turn {turn} " + " ".join(f"{number} {count} {word}" for word in range(WORDS // 2))
-                status = ask(chance.choice(urls), text)
-                with lock:
-                    arm.requests += 1
-                    arm.failed += status != 200
-                    if status == 200:
-                        answered.append(text)
-                if time.monotonic() >= until or status != 200:
-                    break
+            if len(live) < LIVE:
+                count += 1
+                live.append([f"client {number} conversation {count}"])
+            turns = live.pop(0)
+            turns.append(" ".join(f"{count} {len(turns)} {word}" for word in range(WORDS)))
+            status = ask(chance.choice(urls), " ".join(turns))
+            with lock:
+                arm.requests += 1
+                arm.failed += status != 200
+                if status == 200:
+                    answered.append(" ".join(turns))
+            if len(turns) <= TURNS:
+                live.append(turns)
             if status != 200:
                 time.sleep(0.5)
 
