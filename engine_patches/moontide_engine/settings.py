@@ -47,9 +47,9 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
         raise SettingsError(
             f"MOONTIDE_KEY_NAMESPACE={namespace!r} has more than letters, digits, dot, dash, underscore"
         )
-    patches = env.get("MOONTIDE_PATCHES", "") or "Strict"
-    if patches not in ("Strict", "Auto"):
-        raise SettingsError(f"MOONTIDE_PATCHES={patches!r} is neither Strict nor Auto")
+    patches = env.get("MOONTIDE_PATCHES", "") or "Require"
+    if patches not in ("Require", "Auto"):
+        raise SettingsError(f"MOONTIDE_PATCHES={patches!r} is neither Require nor Auto")
     return Settings(
         admin_host=env.get("MOONTIDE_ADMIN_HOST", "0.0.0.0"),
         admin_port=int(number(env, "MOONTIDE_ADMIN_PORT", 8001, 1, 65535)),

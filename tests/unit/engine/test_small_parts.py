@@ -79,7 +79,7 @@ def test_plugin_is_inert_unless_enabled(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(AssertionError, match="auto True"):
         plugin.register()
     monkeypatch.setenv("MOONTIDE_PATCHES", "auto")
-    with pytest.raises(plugin.settings.SettingsError, match="neither Strict nor Auto"):
+    with pytest.raises(plugin.settings.SettingsError, match="neither Require nor Auto"):
         plugin.register()
 
 
