@@ -21,6 +21,7 @@ from moontide_engine.patches import (
     probe,
     reset_truth,
     resume_safety,
+    two_phase,
     weights_load,
 )
 
@@ -33,6 +34,7 @@ PATCHES = Registry(
         key_namespace.PATCH,
         reset_truth.PATCH,
         policy_epoch.PATCH,
+        two_phase.PATCH,
         resume_safety.PATCH,
         load_retry.PATCH,
         lookup_economy.PATCH,

@@ -80,4 +80,6 @@ PATCH = Patch(
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",
     ),
     install=_install,
+    upstream=("0.24.0", "0.27.1", "0.32.0", "0.33.0"),
+    optional=True,
 )

@@ -13,15 +13,13 @@ from typing import Any
 import blockkit
 import corekit as kit
 import pytest
-import vllm
 from blockkit import BLOCK, Blocks, Held, chunked, full, sliding, tokens
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from moontide_engine.patches import two_phase
 
-NEEDED = tuple(map(int, vllm.__version__.partition("+")[0].split(".")[:2])) < (0, 24)
-OFF = kit.off("one block backs two groups", blockkit.Wrong) if NEEDED else pytest.param(False, id="off")
+OFF = kit.off("one block backs two groups", blockkit.Wrong, two_phase.PATCH)
 FAULT = pytest.mark.parametrize("patched", [OFF, kit.ON], indirect=True)
 SOUND = pytest.mark.parametrize("patched", [pytest.param(False, id="stock"), kit.ON], indirect=True)
 """What stock does right, and the patch must not break."""
@@ -29,7 +27,7 @@ SOUND = pytest.mark.parametrize("patched", [pytest.param(False, id="stock"), kit
 
 def installed(on: bool) -> Any:
     """The patch, where there is a need for it."""
-    return kit.installed(two_phase.PATCH, on=on and NEEDED)
+    return kit.installed(two_phase.PATCH, on=on)
 
 
 @pytest.fixture
@@ -400,4 +398,4 @@ def test_share_of_seeded_schedules(capsys: pytest.CaptureFixture[str]) -> None:
         print(f"\ntwo-phase: {CASES} cases, {wrong[False]} wrong off, {wrong[True]} wrong on")
     assert met > CASES
     assert wrong[True] == 0
-    assert (wrong[False] > 0) == NEEDED
+    assert (wrong[False] > 0) == kit.needed(two_phase.PATCH)
