@@ -9,6 +9,8 @@ token.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import pickle
 import random
 import time
@@ -51,6 +53,13 @@ RELEASE = vllm.__version__.partition("+")[0]
 HOLDS_BLOCKS = hasattr(store_data, "MooncakeStoreWorkerMetadata")
 """Whether the scheduler holds the blocks of each save until its end is reported. Before, it did so only for requests
 that have ended, until all saves of one had."""
+
+
+def quietly(module: str) -> Any:
+    """A module of vLLM. Old releases import things that this torch deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)
 
 
 def needed(patch: Patch) -> bool:
@@ -282,7 +291,7 @@ def _answer_lookups(client: Any, store: SimStore) -> None:
     elif not hasattr(client, "_lookup"):
         # It waits for the answer. It asks for whole blocks, and leaves the last token out by itself.
         client.lookup = lambda count, hashes: store.hits(count + 1, hashes)
-    elif "token_len" in client._lookup.__code__.co_varnames:
+    elif "token_len" in inspect.signature(client._lookup).parameters:
         client._lookup = lambda count, hashes: store.hits(count + 1, hashes)
     else:
         client._lookup = store.hits
