@@ -21,6 +21,7 @@ from moontide_engine.patches import (
     probe,
     reset_truth,
     resume_safety,
+    store_reset,
     two_phase,
     weights_load,
 )
@@ -32,6 +33,7 @@ PATCHES = Registry(
         gate.PATCH,
         probe.PATCH,
         key_namespace.PATCH,
+        store_reset.PATCH,
         reset_truth.PATCH,
         policy_epoch.PATCH,
         two_phase.PATCH,

@@ -20,6 +20,7 @@ from typing import Any
 
 from moontide_engine.jsonlog import log
 from moontide_engine.patches import Patch, replace
+from moontide_engine.patches import lookup_channel as channel
 from moontide_engine.patches.probe import STORE
 from moontide_engine.patches.reset_truth_store import rebuild
 from moontide_engine.settings import number
@@ -246,7 +247,7 @@ def _client_lookup_inner(original: Any) -> Any:
             took = economy.clock() - started
             raise economy.failed(f"{type(error).__name__} after {took:.2f} s: {error}") from error
         took = economy.clock() - started
-        if not result.hit_length and took > economy.settings.timeout / 2:
+        if not channel.hits(result) and took > economy.settings.timeout / 2:
             # A dead master looks like that: the worker's own timeout, and then an answer as if nothing were stored.
             raise economy.failed(f"no hit after {took:.2f} s")
         economy.answered()
@@ -279,11 +280,11 @@ def _client_lookup(original: Any) -> Any:
         if future is None:
             admission = economy.breaker.admit()
             if admission is Admission.REFUSE:
-                return _nothing()
+                return channel.nothing()
             future = self.executor.submit(self._lookup, num_tokens, list(block_hashes))
             if admission is Admission.TRIAL:
                 # Nobody waits for it; this request goes without.
-                return _nothing()
+                return channel.nothing()
             self.futures[req_id] = future
             economy.memo.note(req_id, signature, future)
         if non_block and not future.done():
@@ -296,16 +297,11 @@ def _client_lookup(original: Any) -> Any:
                 error = economy.failed("the lookup channel is busy")
             if not isinstance(error, LookupRefused):
                 log("lookup-failed", request=req_id, reason=f"{error}" or type(error).__name__)
-            return _nothing()
+            return channel.nothing()
         economy.memo.given(req_id)
         return result
 
     return lookup
-
-
-def _nothing() -> Any:
-    module: Any = importlib.import_module(f"{STORE}.data")
-    return module.MooncakeLookupResult(0)
 
 
 def _client_discard(original: Any) -> Any:
@@ -354,13 +350,14 @@ def _server_init(original: Any) -> Any:
 def _install() -> None:
     # A bad value stops the engine at once, not when the scheduler is built.
     load()
+    channel.shape()
     replace(f"{STORE}.worker:LookupKeyServer.__init__", _server_init)
-    replace(f"{STORE}.worker:LookupKeyClient.__init__", _client_init)
-    replace(f"{STORE}.worker:LookupKeyClient._lookup", _client_lookup_inner)
-    replace(f"{STORE}.worker:LookupKeyClient.lookup", _client_lookup)
-    replace(f"{STORE}.worker:LookupKeyClient.discard", _client_discard)
-    replace(f"{STORE}.scheduler:MooncakeStoreScheduler.update_state_after_alloc", _scheduler_update)
-    replace(f"{STORE}.scheduler:MooncakeStoreScheduler.reset_store", _scheduler_reset)
+    replace(f"{channel.CLIENT}.__init__", _client_init)
+    replace(f"{channel.CLIENT}._lookup", _client_lookup_inner)
+    replace(f"{channel.CLIENT}.lookup", _client_lookup)
+    replace(f"{channel.CLIENT}.discard", _client_discard)
+    replace(f"{channel.HALF}.update_state_after_alloc", _scheduler_update)
+    replace(f"{channel.HALF}.reset_store", _scheduler_reset)
 
 
 PATCH = Patch(
@@ -369,22 +366,22 @@ PATCH = Patch(
     references=(
         f"{STORE}.worker:LookupKeyServer.__init__",
         f"{STORE}.worker:LookupKeyServer.close",
-        f"{STORE}.worker:LookupKeyClient.__init__",
-        f"{STORE}.worker:LookupKeyClient._lookup",
-        f"{STORE}.worker:LookupKeyClient.lookup",
-        f"{STORE}.worker:LookupKeyClient.discard",
-        f"{STORE}.worker:LookupKeyClient._reset",
-        f"{STORE}.worker:LookupKeyClient.close",
+        f"{channel.CLIENT}.__init__",
+        f"{channel.CLIENT}._lookup",
+        f"{channel.CLIENT}.lookup",
+        f"{channel.CLIENT}.discard",
+        f"{channel.CLIENT}._reset",
+        f"{channel.CLIENT}.reset",
+        f"{channel.CLIENT}.close",
         f"{STORE}.worker:get_zmq_rpc_path_lookup",
         f"{STORE}.worker:MooncakeStoreWorker.lookup",
         f"{STORE}.data:MooncakeLookupResult",
-        f"{STORE}.scheduler:MooncakeStoreScheduler.get_num_new_matched_tokens",
-        f"{STORE}.scheduler:MooncakeStoreScheduler.update_state_after_alloc",
-        f"{STORE}.scheduler:MooncakeStoreScheduler.build_connector_meta",
-        f"{STORE}.scheduler:MooncakeStoreScheduler.reset_store",
+        f"{channel.HALF}.get_num_new_matched_tokens",
+        f"{channel.HALF}.update_state_after_alloc",
+        f"{channel.HALF}.build_connector_meta",
+        f"{channel.HALF}.reset_store",
         "vllm.utils.network_utils:make_zmq_socket",
     ),
     install=_install,
     optional=True,
-    made_for=("0.32.0", "0.33.0"),
 )

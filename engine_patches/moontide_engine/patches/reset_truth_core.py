@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from moontide_engine import settings as settings_module
 from moontide_engine.jsonlog import log
+from moontide_engine.patches.probe import STORE
 from moontide_engine.patches.reset_truth_store import JOBS, Outcome
 
 _T = TypeVar("_T")
+_POLL = 0.02
+"""Seconds between two looks at the saves of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def start(core: Any, reset_running_requests: bool, reset_connector: bool) -> Fut
 
     The future is done within the store timeout and a second. Only for the thread of EngineCore.
     """
-    refused = _reset_local(core.scheduler, reset_running_requests, reset_connector)
+    refused = _reset_local(core, reset_running_requests, reset_connector)
     if refused is not None:
         # The admin plane asks for a local reset many times a second until blocks are free.
         return _resolved(_told(refused) if reset_connector else refused)
@@ -59,26 +65,49 @@ def start(core: Any, reset_running_requests: bool, reset_connector: bool) -> Fut
     return _gather(wiped.jobs, lambda outcomes: _told(_conclude(wiped, outcomes)))
 
 
-def _reset_local(scheduler: Any, running: bool, external: bool) -> Report | None:
+def _reset_local(core: Any, running: bool, external: bool) -> Report | None:
     """None, or why it was refused. The store must not be touched then: it would be filled again behind the wipe."""
     try:
-        return _try_local(scheduler, running, external)
+        return _try_local(core, running, external)
     except Exception as error:
         # vLLM raises when blocks are still held after it has preempted everything.
         reason = "BlocksHeld" if isinstance(error, RuntimeError) else "EngineFault"
         return Report(False, (), None, reason, f"{type(error).__name__}: {error}")
 
 
-def _try_local(scheduler: Any, running: bool, external: bool) -> Report | None:
+def _try_local(core: Any, running: bool, external: bool) -> Report | None:
+    scheduler = core.scheduler
     loading = sum(1 for request in scheduler.requests.values() if request.status.name == "WAITING_FOR_REMOTE_KVS")
     if loading and (running or external):
         return Report(False, (), None, "LoadPending", f"{loading} requests wait for blocks from an external cache")
     # A save is pending until every rank has reported its end, and holds its blocks as long.
-    if external and scheduler.connector is not None and scheduler.connector.has_pending_push_work():
+    if external and scheduler.connector is not None and (_pushing(scheduler.connector) or _saving(core)):
         return Report(False, (), None, "StoreBusy", "saves to an external cache have not ended on every rank")
     if not scheduler.reset_prefix_cache(running, False):
         return Report(False, (), None, "BlocksHeld", "blocks of the local prefix cache are still held")
     return None
+
+
+def _pushing(connector: Any) -> bool:
+    # The scheduler's connectors of 0.22 and 0.23 have no such question.
+    pending = getattr(connector, "has_pending_push_work", None)
+    return pending is not None and bool(pending())
+
+
+def _saving(core: Any) -> bool:
+    """Whether a rank still saves to a Mooncake store, on releases whose scheduler does not know that by itself.
+
+    It knows of requests that have ended, but not of those that it has preempted. Each rank answers after all steps it
+    was given before; one that does not answer would not take another step, either.
+    """
+    half: Any = importlib.import_module(f"{STORE}.scheduler").MooncakeStoreScheduler
+    connector = core.scheduler.connector
+    children = getattr(connector, "_connectors", None) or [connector]
+    if hasattr(half, "has_pending_push_work") or not any(
+        isinstance(getattr(child, "connector_scheduler", None), half) for child in children
+    ):
+        return False
+    return any(answer["left"] for answer in core.model_executor.collective_rpc("moontide_store_queue"))
 
 
 def _reset_external(scheduler: Any) -> _Wiped:
@@ -163,7 +192,7 @@ def moontide_reset(self: Any, reset_running_requests: bool, reset_connector: boo
 
 def moontide_reset_local(self: Any, reset_running_requests: bool) -> dict[str, Any]:
     """Utility of EngineCore: what ``moontide_reset`` does before it turns to the store, with all its refusals."""
-    refused = _reset_local(self.scheduler, reset_running_requests, True)
+    refused = _reset_local(self, reset_running_requests, True)
     return (Report(True, ("local",)) if refused is None else _told(refused)).as_json()
 
 
@@ -171,6 +200,9 @@ def core_reset_caches(original: Any) -> Any:
     """``EngineCore._reset_caches``, the end of a pause or sleep. It waits: nothing runs then. Raises RuntimeError."""
 
     def _reset_caches(self: Any, reset_running_requests: bool = True, reset_connector: bool = True) -> None:
+        end = time.monotonic() + settings_module.load().store_timeout
+        while reset_connector and _saving(self) and time.monotonic() < end:
+            time.sleep(_POLL)
         report = start(self, reset_running_requests, reset_connector).result()
         if not report.success:
             raise RuntimeError(f"the caches were not reset: {report.reason}: {report.message}")
@@ -178,6 +210,30 @@ def core_reset_caches(original: Any) -> Any:
         self.reset_encoder_cache()
 
     return _reset_caches
+
+
+def core_pause(original: Any) -> Any:
+    """``EngineCoreProc.pause_scheduler``: a reset that fails after the last request has ended fails the pause.
+
+    Until 0.31 the error is raised in EngineCore's loop, and ends it.
+    """
+
+    def pause_scheduler(self: Any, mode: str = "abort", clear_cache: bool = True) -> Any:
+        future = original(self, mode, clear_cache)
+        if future is not None:
+            self._idle_state_callbacks[-1] = functools.partial(
+                _finish_pause, callback=self._idle_state_callbacks[-1], future=future
+            )
+        return future
+
+    return pause_scheduler
+
+
+def _finish_pause(core: Any, callback: Callable[[Any], None], future: Future[Any]) -> None:
+    try:
+        callback(core)
+    except Exception as error:
+        future.set_exception(error)
 
 
 def multi_reset(original: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from moontide_engine import settings as settings_module
 from moontide_engine.jsonlog import log
 from moontide_engine.namespace import pattern
+from moontide_engine.patches import lookup_channel as channel
 from moontide_engine.patches.probe import STORE
 
 _COUNT_BYTES = 8
@@ -81,6 +82,18 @@ def worker_init(original: Any) -> Any:
     return init
 
 
+def key_string(original: Any) -> Any:
+    """``PoolKey.to_string`` with the namespace before it, where vLLM has no ``cache_prefix`` (until 0.23)."""
+    namespace = settings_module.load().key_namespace
+    data: Any = importlib.import_module(f"{STORE}.data")
+    prefix = f"{namespace}@" if namespace and "cache_prefix" not in data.KeyMetadata.__dataclass_fields__ else ""
+
+    def to_string(self: Any) -> str:
+        return f"{prefix}{original(self)}"
+
+    return to_string
+
+
 class _Answers:
     """Socket of the lookup server whose answers to a reset also carry the number of keys, or what went wrong.
 
@@ -90,7 +103,7 @@ class _Answers:
     def __init__(self, socket: Any, worker: Any) -> None:
         self._socket = socket
         self._worker = worker
-        protocol = importlib.import_module(f"{STORE}.protocol")
+        protocol = channel.protocol()
         self._ok: bytes = protocol.RESP_OK
         self._err: bytes = protocol.RESP_ERR
 
@@ -138,7 +151,7 @@ def client_reset_inner(original: Any) -> Any:
     """``LookupKeyClient._reset``: one exchange, within the store timeout. Raises StoreResetFailed."""
 
     def _reset(self: Any) -> bool:
-        protocol = importlib.import_module(f"{STORE}.protocol")
+        protocol = channel.protocol()
         self.moontide_removed = None
         try:
             answer = _exchange(self, protocol.RESET_MSG)

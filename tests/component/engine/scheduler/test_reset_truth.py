@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import queue
+import re
 import shutil
 import tempfile
 import threading
@@ -20,26 +20,39 @@ import pytest
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import connector as store_connector
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import protocol
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data as store_data
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import scheduler as store_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker as store_worker
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeLookupResult
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.entrypoints.rl.offline import RLOfflineMixin
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import UtilityOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
-from vllm.v1.engine.core_client import AsyncMPClient, InprocClient
+from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient, InprocClient
 from vllm.v1.request import RequestStatus
 
-from moontide_engine.patches import lookup_economy, reset_truth
+from moontide_engine import fingerprint
+from moontide_engine.patches import lookup_channel, lookup_economy, reset_truth, reset_truth_front, store_reset
 from moontide_engine.patches import reset_truth_store as truth
 
 TIMEOUT = 1.0
 SLOW = 2.5
 HASHES = [b"h" * 32]
-router = importlib.import_module("vllm.entrypoints.serve.dev.cache.api_router")
+Scheduler = kit.quietly("vllm.v1.core.sched.scheduler").Scheduler
+PATCHES = (store_reset.PATCH, reset_truth.PATCH)
+protocol = lookup_channel.protocol()
+router = reset_truth_front.router()
+TRACKED = hasattr(store_scheduler.MooncakeStoreScheduler, "has_pending_push_work")
+"""Whether the scheduler knows which saves have not ended."""
+VERSION = ("v2",) if hasattr(AsyncLLM, "update_weight_version") else ()
+"""What an update of the weights ends with, where they have versions."""
+
+
+def offline() -> Any:
+    """vLLM's class whose method ends an update of the weights without a server."""
+    for name in reset_truth.OFFLINE:
+        with contextlib.suppress(fingerprint.Missing):
+            return fingerprint.resolve(f"{name}.finish_weight_update")[0]
+    raise AssertionError("there is none")
 
 
 @contextlib.contextmanager
@@ -47,15 +60,19 @@ def patching(on: bool = True) -> Iterator[None]:
     """The patch for a while; the router's list of routes is the one thing that no class or module holds."""
     routes = list(router.router.routes)
     try:
-        with kit.installed(reset_truth.PATCH, on=on):
+        with kit.installed(*PATCHES, on=on):
             yield
     finally:
         router.router.routes[:] = routes
 
 
-def modes(reason: str) -> Any:
-    """Both ways to run a test: without the patch it shows the fault."""
-    off = kit.off(reason, (AssertionError, pytest.fail.Exception))
+def modes(reason: str, faulty: bool = True) -> Any:
+    """Both ways to run a test: without the patch it shows the fault, where the release under test has it."""
+    errors: tuple[type[BaseException], ...] = (AssertionError, pytest.fail.Exception)
+    if kit.needed(store_reset.PATCH):
+        # There is no reset to be called.
+        errors += (AttributeError,)
+    off = kit.off(reason, errors) if faulty else pytest.param(False, id="off")
     return pytest.mark.parametrize("patched", [off, kit.ON], indirect=True)
 
 
@@ -80,6 +97,24 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("MOONTIDE_STORE_TIMEOUT_SECONDS", str(TIMEOUT))
     yield path
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def lookup_result(tokens: int) -> Any:
+    """What a worker finds."""
+    return getattr(store_data, "MooncakeLookupResult", int)(tokens)
+
+
+def found(tokens: int) -> bytes:
+    """The same on the channel."""
+    encode = getattr(protocol, "encode_lookup_response", lambda number: number.to_bytes(4, "big"))
+    return bytes(encode(lookup_result(tokens)))
+
+
+def ask(client: Any, name: str = "r") -> int:
+    """Tokens that a lookup finds."""
+    if hasattr(client, "_lookup"):
+        return lookup_channel.hits(client.lookup(name, 16, HASHES))
+    return int(client.lookup(16, HASHES))
 
 
 class Peer:
@@ -114,7 +149,7 @@ class Peer:
                 start = frames.index(b"") + 1
                 head, kind = frames[:start], frames[start]
                 if kind == protocol.LOOKUP_MSG:
-                    socket.send_multipart([*head, protocol.encode_lookup_response(MooncakeLookupResult(16))])
+                    socket.send_multipart([*head, found(16)])
                     continue
                 self.resets += 1
                 answer = self.on_reset()
@@ -139,11 +174,14 @@ def client(channel: str) -> Iterator[Callable[[], Any]]:
 
     yield make
     for each in made:
-        each.executor.shutdown(wait=False, cancel_futures=True)
+        executor = getattr(each, "executor", None)
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
         # Stock's thread may wait for an answer for ever: the end of its context ends that.
         end = threading.Thread(target=each.ctx.term, daemon=True)
         end.start()
-        each.executor.shutdown()
+        if executor is not None:
+            executor.shutdown()
         each.socket.close(linger=0)
         end.join(5)
 
@@ -179,11 +217,18 @@ def scheduler(connector: Any) -> Any:
     return made
 
 
+def ranks(left: list[int]) -> list[dict[str, int]]:
+    """What the ranks say about their saves."""
+    return [{"left": count} for count in left]
+
+
 def core(connector: Any, kind: Any = EngineCoreProc) -> Any:
     """vLLM's engine core, with what a reset touches."""
     made = kind.__new__(kind)
     made.scheduler = scheduler(connector)
     made.calls = []
+    made.left = [0, 0]
+    made.model_executor = SimpleNamespace(collective_rpc=lambda method, *_: ranks(made.left))
     made.reset_mm_cache = lambda: made.calls.append("mm")
     made.reset_encoder_cache = lambda: made.calls.append("encoder")
     return made
@@ -295,7 +340,7 @@ def test_a_dead_worker_is_a_failure_in_time_and_lookups_work_after_it(patched: b
     made = client()
     with Peer(channel, lambda: None) as peer:
         assert in_time(made.reset, TIMEOUT + 3) is False
-        assert made.lookup("r", 16, HASHES).hit_length == 16
+        assert ask(made) == 16
         peer.on_reset = lambda: protocol.RESP_OK
         assert made.reset() is True
 
@@ -308,7 +353,7 @@ def test_a_slow_store_is_a_failure_in_time_and_lookups_work_after_it(patched: bo
         done = made.reset()
         assert time.monotonic() - began < SLOW - 0.5
         assert done is False
-        assert made.lookup("r", 16, HASHES).hit_length == 16
+        assert ask(made) == 16
 
 
 class FakeStore:
@@ -334,7 +379,7 @@ SERVERS: list[Any] = []
 
 def serve(store: Any) -> None:
     """vLLM's own lookup server around a store."""
-    half = SimpleNamespace(kv_send_thread=None, store=store, lookup=lambda tokens, hashes: MooncakeLookupResult(tokens))
+    half = SimpleNamespace(kv_send_thread=None, store=store, lookup=lambda tokens, hashes: lookup_result(tokens))
     SERVERS.append(store_worker.LookupKeyServer(half, None))
 
 
@@ -345,7 +390,7 @@ def test_a_negative_code_is_a_failure(patched: bool, client: Any) -> None:
     serve(store)
     made = client()
     assert made.reset() is False
-    assert made.lookup("r", 16, HASHES).hit_length == 16
+    assert ask(made) == 16
 
 
 @modes("the whole master is wiped")
@@ -354,6 +399,21 @@ def test_only_the_namespace_is_removed(patched: bool, client: Any) -> None:
     serve(store)
     assert client().reset() is True
     assert store.removed == ["^ns@"]
+
+
+@modes("keys have no namespace, or the whole master is wiped")
+def test_every_key_is_in_the_namespace_that_a_reset_removes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, channel: str, patched: bool
+) -> None:
+    monkeypatch.setenv("MOONTIDE_KEY_NAMESPACE", "ns.1")
+    with patching(patched):
+        scope = {"cache_prefix": "ns.1"} if "cache_prefix" in store_data.KeyMetadata.__dataclass_fields__ else {}
+        metadata = store_data.KeyMetadata("model", tp_rank=0, pcp_rank=0, dcp_rank=0, pp_rank=0, **scope)
+        key = store_data.PoolKey(metadata, "00ff").to_string()
+        store = (truth.truthful(FakeStore, "ns.1") if patched else FakeStore)()
+        store.remove_all(force=True)
+        assert re.search(str(store.removed[0]), key)
+        assert key == "ns.1@" + key.partition("@")[2]
 
 
 def test_the_number_of_keys_and_the_code_reach_the_caller(on: None, client: Any) -> None:
@@ -377,7 +437,7 @@ def test_a_lookup_that_was_asked_before_the_wipe_promises_nothing(on: None, chan
     engine = core(connector)
     request = SimpleNamespace(request_id="r", num_tokens=32, block_hashes=HASHES * 2)
     with Peer(channel, lambda: slowly(0.5)) as peer:
-        assert half.get_num_new_matched_tokens(request, 0) == (None, False)
+        assert made.lookup("r", 32, HASHES * 2, non_block=True) is None
         made.futures["r"].result(5)
         answers = utility(engine, "reset_prefix_cache", False, True)
         assert made.futures == {}
@@ -397,11 +457,13 @@ def test_a_channel_that_hangs_in_a_lookup_ends_the_reset_all_the_same(on: None, 
     made.executor.submit(release.wait)
     with Peer(channel) as peer:
         began = time.monotonic()
-        told = report(core(mooncake(made)))
-        assert time.monotonic() - began < TIMEOUT + 3
-        assert (told["success"], told["reason"]) == (False, "StoreTimeout")
-        release.set()
-        assert made.lookup("r", 16, HASHES).hit_length == 16
+        try:
+            told = report(core(mooncake(made)))
+            assert time.monotonic() - began < TIMEOUT + 3
+            assert (told["success"], told["reason"]) == (False, "StoreTimeout")
+        finally:
+            release.set()
+        assert ask(made) == 16
         # The wipe was taken back: nobody was told that it would come.
         assert peer.resets == 0
         assert report(core(mooncake(made)))["success"] is True
@@ -418,7 +480,8 @@ def test_a_closed_channel_is_a_failure(on: None, client: Any) -> None:
 def test_it_goes_with_the_patch_of_the_lookups_in_any_order(channel: str, client: Any, first: str) -> None:
     patches = [lookup_economy.PATCH, reset_truth.PATCH]
     routes = list(router.router.routes)
-    with kit.installed(*(patches if first == "economy" else reversed(patches))), Peer(channel) as peer:
+    ordered = patches if first == "economy" else reversed(patches)
+    with kit.installed(store_reset.PATCH, *ordered), Peer(channel) as peer:
         connector = mooncake(client())
         half, engine = connector.connector_scheduler, core(connector)
         half.lookup_async = False
@@ -449,7 +512,7 @@ def test_the_core_goes_on_while_the_store_is_wiped(patched: bool, channel: str, 
         assert answer(answers) is True
 
 
-@modes("the store is wiped although the local reset was refused")
+@modes("the store is wiped although the local reset was refused", faulty=not kit.needed(store_reset.PATCH))
 def test_a_refused_local_reset_leaves_the_store_alone(patched: bool, channel: str, client: Any) -> None:
     engine = core(mooncake(client()))
     engine.scheduler.kv_cache_manager.held = True
@@ -462,8 +525,11 @@ def test_a_refused_local_reset_leaves_the_store_alone(patched: bool, channel: st
 def test_pending_saves_of_any_rank_leave_everything_alone(patched: bool, channel: str, client: Any) -> None:
     connector = mooncake(client())
     engine = core(connector)
-    # One of two ranks has reported its end.
-    connector.connector_scheduler._pinned_saves[1] = ([3], 1)
+    if TRACKED:
+        # One of two ranks has reported its end.
+        connector.connector_scheduler._pinned_saves[1] = ([3], 1)
+    else:
+        engine.left[1] = 1
     with Peer(channel) as peer:
         assert answer(utility(engine, "reset_prefix_cache", False, True)) is False
         assert (peer.resets, engine.scheduler.kv_cache_manager.resets) == (0, 0)
@@ -524,13 +590,13 @@ def test_both_front_ends_are_told_the_same(on: None, channel: str, client: Any) 
         made.engine_core = engine
         return made.reset_prefix_cache(False, True)
 
-    def asynchronous(engine: Any) -> Any:
+    def asynchronous(target: Any) -> Any:
         made = AsyncMPClient.__new__(AsyncMPClient)
 
-        async def call(method: str, *args: object) -> list[Any]:
-            return [await asyncio.to_thread(answer, utility(engine, method, *args))]
+        async def call(method: str, *args: object, engine: bytes) -> Any:
+            return await asyncio.to_thread(answer, utility(target, method, *args))
 
-        made.call_utility_all_async = call
+        made.core_engines, made._call_utility_async = [b"0"], call
         return asyncio.run(made.reset_prefix_cache_async(False, True))
 
     with Peer(channel) as peer:
@@ -575,24 +641,70 @@ def test_sleep_empties_both_caches_or_fails(on: None, channel: str, client: Any,
         assert "asleep" not in engine.calls[6:]
 
 
-def online(engine: Any) -> Any:
+def test_a_pause_that_ends_with_a_failed_reset_fails_and_the_engine_lives(on: None, channel: str, client: Any) -> None:
+    engine = sleeper(mooncake(client()), EngineCoreProc)
+    engine._send_abort_outputs = lambda requests: None
+    engine.scheduler.has_requests = lambda: True
+    future = engine.pause_scheduler("wait")
+    engine.scheduler.has_requests = lambda: False
+    with Peer(channel, lambda: protocol.RESP_ERR):
+        engine._notify_idle_state_callbacks()
+    with pytest.raises(RuntimeError, match="not reset: StoreFailed"):
+        future.result(0)
+    with Peer(channel):
+        engine.scheduler.has_requests = lambda: True
+        future = engine.pause_scheduler("wait")
+        engine._notify_idle_state_callbacks()
+        assert future.result(0) is None
+
+
+@pytest.mark.parametrize("left", [3, 1000])
+def test_a_pause_waits_for_the_saves_of_every_rank_within_its_bound(
+    on: None, channel: str, client: Any, left: int
+) -> None:
+    """Where the scheduler does not know of them; where it does the engine goes on until they have ended."""
+    connector = mooncake(client())
+    engine = sleeper(connector, EngineCoreProc)
+    asked = []
+
+    def saves(method: str, *_: object) -> list[dict[str, int]]:
+        if method == "moontide_store_queue":
+            asked.append(method)
+        return ranks([0, max(left - len(asked), 0)])
+
+    engine.model_executor.collective_rpc = saves
+    if TRACKED and left > 3:
+        connector.connector_scheduler._pinned_saves[1] = ([3], 1)
+    with Peer(channel) as peer:
+        if left == 3:
+            engine.sleep(1)
+            assert peer.resets == 1
+        else:
+            with pytest.raises(RuntimeError, match="not reset: StoreBusy"):
+                engine.sleep(1)
+            assert peer.resets == 0
+    assert bool(asked) is not TRACKED
+
+
+def online(target: Any) -> Any:
     """vLLM's AsyncLLM before one engine core. ``calls`` of the core has the order of things."""
 
     async def collective_rpc_async(method: str, *_: object) -> list[Any]:
-        engine.calls.append(method)
+        target.calls.append(method)
         return []
 
-    async def call_utility_all_async(method: str, *args: object) -> list[Any]:
-        engine.calls.append(method)
-        return [await asyncio.to_thread(answer, utility(engine, method, *args))]
+    async def call_utility(method: str, *args: object, engine: bytes) -> Any:
+        target.calls.append(method)
+        return await asyncio.to_thread(answer, utility(target, method, *args))
 
     async def set_weight_version_async(version: str) -> None:
-        engine.calls.append(version)
+        target.calls.append(version)
 
     made = AsyncLLM.__new__(AsyncLLM)
     made.engine_core = SimpleNamespace(
         collective_rpc_async=collective_rpc_async,
-        call_utility_all_async=call_utility_all_async,
+        core_engines=[b"0"],
+        _call_utility_async=call_utility,
         set_weight_version_async=set_weight_version_async,
         shutdown=lambda *a, **k: None,
     )
@@ -606,9 +718,9 @@ def online(engine: Any) -> Any:
 def test_an_update_of_the_weights_empties_both_caches(patched: bool, channel: str, client: Any) -> None:
     engine = core(mooncake(client()))
     with Peer(channel) as peer:
-        asyncio.run(online(engine).finish_weight_update("v2"))
+        asyncio.run(online(engine).finish_weight_update(*VERSION))
         assert engine.calls[0] == "finish_weight_update"
-        assert engine.calls[-1] == "v2"
+        assert engine.calls[-1] == (*VERSION, "moontide_reset")[0]
         assert (peer.resets, engine.scheduler.kv_cache_manager.resets) == (1, 1)
 
 
@@ -616,7 +728,7 @@ def test_no_version_is_set_before_the_caches_are_empty(on: None, channel: str, c
     engine = core(mooncake(client()))
     engine.scheduler.kv_cache_manager.held = True
     with pytest.raises(RuntimeError, match=r"were not reset \(BlocksHeld"):
-        asyncio.run(online(engine).finish_weight_update("v2"))
+        asyncio.run(online(engine).finish_weight_update(*VERSION))
     assert engine.calls == ["finish_weight_update", "moontide_reset"]
 
 
@@ -629,25 +741,26 @@ def test_an_offline_update_of_the_weights_empties_both_caches(patched: bool, suc
         calls.append(args)
         return success
 
-    llm = RLOfflineMixin.__new__(RLOfflineMixin)
+    kind = offline()
+    llm = kind.__new__(kind)
     llm.llm_engine = SimpleNamespace(
         collective_rpc=calls.append, reset_prefix_cache=reset, set_weight_version=calls.append
     )
     with contextlib.nullcontext() if success else pytest.raises(RuntimeError, match="not reset"):
-        llm.finish_weight_update("v2")
-    assert calls == ["finish_weight_update", (False, True), *(["v2"] if success else [])]
+        llm.finish_weight_update(*VERSION)
+    assert calls == ["finish_weight_update", (False, True), *(VERSION if success else [])]
 
 
 # -- the route ---------------------------------------------------------------------------------------------------------
 
 
-def post(engine: Any, query: str) -> dict[str, Any]:
-    """Body of vLLM's reset route."""
+def post(engine: Any, query: str, body: Any = None, status: int = 200) -> Any:
+    """Body of vLLM's reset route; None: there is none."""
     from fastapi import FastAPI
 
-    async def ask() -> dict[str, Any]:
+    async def send() -> Any:
         app = FastAPI()
-        router.attach_router(app)
+        app.include_router(router.router)
         app.state.engine_client = online(engine)
 
         async def plain(running: bool = False, external: bool = False) -> bool:
@@ -655,13 +768,13 @@ def post(engine: Any, query: str) -> dict[str, Any]:
 
         app.state.engine_client.reset_prefix_cache = plain
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as http:
-            got = await http.post(f"/reset_prefix_cache{query}")
-            assert got.status_code == 200
+            content = {"content": body} if isinstance(body, str) else {"json": body} if body is not None else {}
+            got = await http.post(f"/reset_prefix_cache{query}", **content)
+            assert got.status_code == status
             assert (await http.post("/reset_prefix_cache?reset_external=what")).status_code == 422
-            body: dict[str, Any] = got.json()
-            return body
+            return got.json() if got.content else None
 
-    return asyncio.run(ask())
+    return asyncio.run(send())
 
 
 @modes("the body says success and no more")
@@ -675,6 +788,45 @@ def test_the_body_says_what_was_cleared(patched: bool, client: Any) -> None:
     body = post(engine, "?reset_external=true&reset_running_requests=false")
     assert (body["success"], body["cleared"], body["removed"]) == (False, ["local"], None)
     assert (body["reason"], "-900" in body["message"]) == ("StoreFailed", True)
+
+
+@modes("what the body asks for is not done")
+def test_the_parameters_may_come_in_the_body(patched: bool, client: Any) -> None:
+    store = (truth.truthful(FakeStore, "ns") if patched else FakeStore)()
+    serve(store)
+    engine = core(mooncake(client()))
+    asked = [
+        ("", {"reset_external": True}),
+        ("", {"reset_external": False}),
+        ("?reset_external=true", {"reset_running_requests": True}),
+        ("?reset_external=false", {"reset_external": True}),
+    ]
+    for query, body in asked:
+        post(engine, query, body)
+    assert len(store.removed) == 2
+
+
+@pytest.mark.parametrize(
+    "body", ["reset_external=true", "[]", '{"reset_externals": true}', '{"reset_external": "yes"}', "{"]
+)
+def test_a_body_that_says_nothing_known_is_refused(on: None, client: Any, body: str) -> None:
+    store = truth.truthful(FakeStore, "ns")()
+    serve(store)
+    engine = core(mooncake(client()))
+    told = post(engine, "?reset_external=true", body, status=422)
+    assert (told["success"], told["reason"]) == (False, "BadRequest")
+    assert (store.removed, engine.scheduler.kv_cache_manager.resets) == ([], 0)
+
+
+@modes("one engine core speaks for all", faulty=not hasattr(AsyncMPClient, "call_utility_all_async"))
+def test_every_engine_core_is_listened_to(patched: bool) -> None:
+    made = DPLBAsyncMPClient.__new__(DPLBAsyncMPClient)
+
+    async def call(method: str, *args: object, engine: bytes) -> bool:
+        return engine == b"0"
+
+    made.core_engines, made._call_utility_async = [b"0", b"1"], call
+    assert asyncio.run(made.reset_prefix_cache_async(False, True)) is False
 
 
 def test_the_body_of_several_cores_says_what_all_of_them_did(on: None) -> None:
