@@ -1,4 +1,4 @@
-"""What the admin plane asks of an engine, and how vLLM 0.32 answers it.
+"""What the admin plane asks of an engine, and how vLLM answers it.
 
 Nothing here waits inside EngineCore: each call is one short utility on it. Bounds on time are the caller's.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moontide_engine.patches import policy_epoch
+from moontide_engine.patches import APPLIED, policy_epoch
+from moontide_engine.patches.reset_truth_front import everywhere
 
 
 class EngineFault(Exception):
@@ -195,6 +196,10 @@ class VllmEngine:
 
     async def load_weights(self, source: str) -> None:
         """``WorkerBase.moontide_load`` on every worker of every engine core, none of which serves meanwhile."""
+        from moontide_engine.plugin import PATCHES
+
+        if PATCHES.table.get("weights-load", APPLIED) != APPLIED:
+            raise EngineFault(f"vLLM {self._version} cannot load weights by itself: push them, or use a later release")
         name = source.removeprefix("hf://")
         per_core = await self._all("collective_rpc", "moontide_load", None, (name,), {})
         answers = [answer for core in per_core for answer in core]
@@ -228,7 +233,7 @@ class VllmEngine:
         await self._client.reset_mm_cache()
 
     async def _all(self, method: str, *args: object) -> list[Any]:
-        answers: list[Any] = await self._client.engine_core.call_utility_all_async(method, *args)
+        answers = await everywhere(self._client.engine_core, method, *args)
         if not answers:
             raise EngineFault(f"no engine core answered {method}")
         return answers

@@ -13,6 +13,7 @@ from typing import Any
 from moontide_engine import cpu_build, settings
 from moontide_engine.patches import (
     Registry,
+    exact_drain,
     gate,
     key_namespace,
     load_retry,
@@ -23,6 +24,7 @@ from moontide_engine.patches import (
     resume_safety,
     store_reset,
     two_phase,
+    weight_version,
     weights_load,
 )
 
@@ -33,7 +35,9 @@ PATCHES = Registry(
         gate.PATCH,
         probe.PATCH,
         key_namespace.PATCH,
+        exact_drain.PATCH,
         store_reset.PATCH,
+        weight_version.PATCH,
         reset_truth.PATCH,
         policy_epoch.PATCH,
         two_phase.PATCH,

@@ -22,6 +22,7 @@ from moontide_engine.engine import EngineFault, VllmEngine, store_connectors
 from moontide_engine.gate import Gate
 from moontide_engine.jsonlog import log
 from moontide_engine.middleware import GateMiddleware
+from moontide_engine.patches import weight_version
 from moontide_engine.settings import Settings
 
 ServeHttp = Callable[..., Coroutine[Any, Any, Any]]
@@ -78,6 +79,7 @@ async def serve(original: ServeHttp, app: Any, sock: socket.socket | None, args:
     engine = VllmEngine(client, importlib.import_module("vllm.version").__version__)
     boot_id = secrets.token_hex(16)
     gate = Gate(boot_id, time.monotonic, settings.admit_ttl)
+    weight_version.give_routes(app)
     inner: App = app
     root_path: str = app.root_path or ""
     middleware = GateMiddleware(inner, gate, settings.max_held, root_path)

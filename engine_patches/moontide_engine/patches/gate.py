@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+from moontide_engine.fingerprint import Missing
 from moontide_engine.patches import Patch, replace
 
-LAUNCHER = "vllm.entrypoints.launchers.launcher:serve_http"
+LAUNCHERS = ("vllm.entrypoints.launchers.launcher:serve_http", "vllm.entrypoints.launcher:serve_http")
+"""Where it is from 0.30 on, and before."""
 
 
 def _make(original: Any) -> Any:
@@ -22,17 +25,20 @@ def _make(original: Any) -> Any:
 
 
 def _install() -> None:
-    replace(LAUNCHER, _make)
+    for launcher in LAUNCHERS:
+        with contextlib.suppress(Missing):
+            replace(launcher, _make)
 
 
 PATCH = Patch(
     name="gate",
     summary="inference behind the gate, admin plane on its own port",
     references=(
-        LAUNCHER,
+        *LAUNCHERS,
+        "vllm.entrypoints.openai.api_server:build_and_serve",
+        "vllm.entrypoints.openai.api_server:run_server_worker",
         "vllm.entrypoints.launchers.api_server.entry:build_and_serve",
         "vllm.entrypoints.launchers.api_server.entry:run_server_worker",
     ),
     install=_install,
-    made_for=("0.32.0", "0.33.0"),
 )

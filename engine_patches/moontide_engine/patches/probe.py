@@ -9,6 +9,7 @@ from moontide_engine.patches import Patch
 
 CORE = "vllm.v1.engine.core:EngineCore"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+ASYNC_CLIENT = "vllm.v1.engine.core_client:AsyncMPClient"
 STORE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store"
 
 
@@ -19,7 +20,8 @@ def moontide_probe(self: Any) -> dict[str, Any]:
     scheduler = self.scheduler
     running, waiting = scheduler.get_request_counts()
     connector = scheduler.connector
-    pushing = connector is not None and connector.has_pending_push_work()
+    # Before 0.24 connectors have no such question; a request with saves under way is then still in ``requests``.
+    pushing = connector is not None and getattr(connector, "has_pending_push_work", bool)()
     return {
         "running": running,
         "waiting": waiting,
@@ -42,8 +44,9 @@ def moontide_store_queue(self: Any) -> dict[str, Any]:
             if not sender.is_alive():
                 answer["reason"] = "the store's send thread has ended"
                 continue
-        # The receiving threads share one queue.
-        answer["loading"] += worker.recv_request_queue.unfinished_tasks
+        # The receiving threads share one queue; before 0.27 there is one thread.
+        loads = getattr(worker, "recv_request_queue", None) or worker.kv_recv_thread.request_queue
+        answer["loading"] += loads.unfinished_tasks
         answer.update(attached=True, reason="")
     return answer
 
@@ -54,7 +57,7 @@ def _store_workers() -> list[Any]:
         return []
     group = transfer.get_kv_transfer_group()
     workers = (getattr(child, "connector_worker", None) for child in getattr(group, "_connectors", None) or [group])
-    return [worker for worker in workers if worker is not None and hasattr(worker, "recv_request_queue")]
+    return [worker for worker in workers if worker is not None and hasattr(worker, "kv_send_thread")]
 
 
 def _install() -> None:
@@ -75,17 +78,17 @@ PATCH = Patch(
         "vllm.v1.engine.core:EngineCoreProc.pause_scheduler",
         f"{SCHEDULER}.get_request_counts",
         f"{SCHEDULER}.has_finished_requests",
-        "vllm.v1.engine.core_client:AsyncMPClient.call_utility_all_async",
-        "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
+        f"{ASYNC_CLIENT}._call_utility_async",
         "vllm.v1.engine.async_llm:AsyncLLM.pause_generation",
         "vllm.v1.engine.async_llm:AsyncLLM.reset_mm_cache",
         f"{STORE}.scheduler:MooncakeStoreScheduler.has_pending_push_work",
         f"{STORE}.scheduler:MooncakeStoreScheduler.update_connector_output",
+        f"{STORE}.worker:MooncakeStoreWorker.__init__",
         f"{STORE}.worker:KVTransferThread.run",
+        f"{STORE}.worker:KVTransferThread.add_request",
         f"{STORE}.worker:KVCacheStoreSendingThread.add_request",
         f"{STORE}.worker:KVCacheStoreSendingThread._handle_request",
         f"{STORE}.worker:KVCacheStoreRecvingThread._handle_request",
     ),
     install=_install,
-    made_for=("0.32.0", "0.33.0"),
 )

@@ -16,11 +16,10 @@ from moontide_engine.patches import lookup_channel as channel
 from moontide_engine.patches import reset_truth_core as core
 from moontide_engine.patches import reset_truth_front as front
 from moontide_engine.patches import reset_truth_store as store
-from moontide_engine.patches.probe import CORE, SCHEDULER, STORE
+from moontide_engine.patches.probe import ASYNC_CLIENT, CORE, SCHEDULER, STORE
 
 MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
-ASYNC_CLIENT = "vllm.v1.engine.core_client:AsyncMPClient"
 OFFLINE = ("vllm.entrypoints.rl.offline:RLOfflineMixin", "vllm.entrypoints.llm:LLM")
 """Where an update of the weights ends without a server, since 0.32 and before."""
 

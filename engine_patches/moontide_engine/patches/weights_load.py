@@ -20,6 +20,7 @@ from moontide_engine.patches import Patch
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 LISTED = 5
+_OLD = "its reload is built another way, so engines of this release get their weights pushed and load none themselves"
 
 
 class Incomplete(RuntimeError):
@@ -100,5 +101,5 @@ PATCH = Patch(
     ),
     install=_install,
     optional=True,
-    made_for=("0.32.0", "0.33.0"),
+    inapplicable=dict.fromkeys(("0.22.1", "0.23.0", "0.24.0", "0.27.1"), _OLD),
 )

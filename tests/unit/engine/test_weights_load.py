@@ -12,6 +12,7 @@ import pytest
 
 from moontide_engine.engine import EngineFault, VllmEngine
 from moontide_engine.patches import weights_load
+from moontide_engine.plugin import PATCHES
 
 
 class Info:
@@ -153,19 +154,26 @@ class Client:
         parallel = SimpleNamespace(world_size=2, data_parallel_size=2)
         self.vllm_config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=None)
         self.engine_core = self
+        self.core_engines = [0, 1]
         self.errors = errors
         self.calls: list[tuple[object, ...]] = []
 
-    async def call_utility_all_async(self, *call: object) -> list[list[dict[str, Any]]]:
-        self.calls.append(call)
+    async def _call_utility_async(self, *call: object, engine: int) -> list[dict[str, Any]]:
+        self.calls.append((*call, engine))
         answers = [{"rank": rank, "error": error} for rank, error in enumerate(self.errors)]
-        return [answers[:2], answers[2:]]
+        return answers[2 * engine :][:2]
 
 
 async def test_every_worker_of_every_core_is_asked() -> None:
     client = Client("", "", "", "")
     await VllmEngine(client, "0").load_weights("hf://org/name")
-    assert client.calls == [("collective_rpc", "moontide_load", None, ("org/name",), {})]
+    assert client.calls == [("collective_rpc", "moontide_load", None, ("org/name",), {}, core) for core in (0, 1)]
+
+
+async def test_a_release_that_cannot_load_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PATCHES._table, "weights-load", "not applicable")
+    with pytest.raises(EngineFault, match=r"^vLLM 0\.22\.1 cannot load weights by itself: push them"):
+        await VllmEngine(Client("", "", "", ""), "0.22.1").load_weights("/models/a")
 
 
 async def test_ranks_that_fail_alike_are_named_once() -> None:
