@@ -65,18 +65,28 @@ def calm(seconds: float) -> None:
 
     vLLM keeps the core busy for one second after each message, yielding in a loop. Where engines share few cores that
     takes all of them (docs/decisions/). A notification can get lost when two messages follow each other within about a
-    millisecond; vLLM's sleeper looks again after five seconds, ours after :data:`RECHECK_MS`.
+    millisecond; vLLM's sleeper looks again after five seconds, before 0.27 never, and ours after :data:`RECHECK_MS`.
 
     Raises SettingsError where this vLLM has no such wait.
     """
     module: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
     original: Any = getattr(getattr(module, "SpinCondition", None), "__init__", None)
     known = original is not None and "busy_loop_s" in inspect.signature(original).parameters
-    if not known or not hasattr(module, "SHM_READER_RECHECK_INTERVAL_MS"):
+    rechecks = hasattr(module, "SHM_READER_RECHECK_INTERVAL_MS")
+    if not known or not (rechecks or hasattr(module.SpinCondition, "wait")):
         raise settings.SettingsError("MOONTIDE_WORKER_SPIN_SECONDS is set, and this vLLM has no wait that it changes")
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **{"busy_loop_s": seconds, **kwargs})
 
     module.SpinCondition.__init__ = init
-    module.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
+    if rechecks:
+        module.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
+        return
+    wait = module.SpinCondition.wait
+
+    def bounded(self: Any, timeout_ms: int | None = None) -> None:
+        # Whoever calls it looks at the buffer, and at its own deadline, after each return.
+        wait(self, RECHECK_MS if timeout_ms is None else min(timeout_ms, RECHECK_MS))
+
+    module.SpinCondition.wait = bounded

@@ -25,7 +25,6 @@ OFFLINE = ("vllm.entrypoints.rl.offline:RLOfflineMixin", "vllm.entrypoints.llm:L
 
 _REPLACED = {
     f"{STORE}.worker:MooncakeStoreWorker.__init__": store.worker_init,
-    f"{STORE}.data:PoolKey.to_string": store.key_string,
     f"{STORE}.worker:LookupKeyServer.__init__": store.server_init,
     f"{channel.CLIENT}.__init__": store.client_init,
     f"{channel.CLIENT}._reset": store.client_reset_inner,
@@ -73,7 +72,7 @@ PATCH = Patch(
         f"{channel.HALF}.register_finished_partial_tail",
         f"{STORE}.connector:MooncakeStoreConnector.reset_cache",
         f"{STORE}.connector:MooncakeStoreConnector.has_pending_push_work",
-        f"{STORE}.data:KeyMetadata",
+        f"{STORE}.data:PoolKey.to_string",
         f"{STORE}.worker:KVCacheStoreSendingThread._handle_request",
         f"{MULTI}.has_pending_push_work",
         f"{CORE}._finish_pause",

@@ -82,18 +82,6 @@ def worker_init(original: Any) -> Any:
     return init
 
 
-def key_string(original: Any) -> Any:
-    """``PoolKey.to_string`` with the namespace before it, where vLLM has no ``cache_prefix`` (until 0.23)."""
-    namespace = settings_module.load().key_namespace
-    data: Any = importlib.import_module(f"{STORE}.data")
-    prefix = f"{namespace}@" if namespace and "cache_prefix" not in data.KeyMetadata.__dataclass_fields__ else ""
-
-    def to_string(self: Any) -> str:
-        return f"{prefix}{original(self)}"
-
-    return to_string
-
-
 class _Answers:
     """Socket of the lookup server whose answers to a reset also carry the number of keys, or what went wrong.
 

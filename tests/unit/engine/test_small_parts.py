@@ -96,6 +96,29 @@ def test_a_calm_wait_changes_the_default_alone(monkeypatch: pytest.MonkeyPatch) 
     assert SpinCondition(True).busy_loop_s == 0.25
     assert SpinCondition(True, busy_loop_s=0.5).busy_loop_s == 0.5
     assert module.SHM_READER_RECHECK_INTERVAL_MS == plugin.RECHECK_MS
+
+
+def test_where_vllm_never_looks_again_a_calm_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int | None] = []
+
+    class SpinCondition:
+        def __init__(self, reader: bool, busy_loop_s: float = 1) -> None:
+            self.busy_loop_s = busy_loop_s
+
+        def wait(self, timeout_ms: int | None = None) -> None:
+            waited.append(timeout_ms)
+
+    module = types.SimpleNamespace(SpinCondition=SpinCondition)
+    monkeypatch.setattr(plugin.importlib, "import_module", lambda name: module)
+    plugin.calm(0.25)
+    condition = SpinCondition(True)
+    for given in (None, 60_000, 5):
+        condition.wait(given)
+    assert waited == [plugin.RECHECK_MS, plugin.RECHECK_MS, 5]
+    assert condition.busy_loop_s == 0.25
+
+
+def test_a_wait_that_cannot_be_changed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin.importlib, "import_module", lambda name: types.SimpleNamespace())
     with pytest.raises(settings.SettingsError, match="MOONTIDE_WORKER_SPIN_SECONDS"):
         plugin.calm(0.25)

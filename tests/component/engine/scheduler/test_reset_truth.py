@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import re
 import shutil
 import tempfile
 import threading
@@ -399,21 +398,6 @@ def test_only_the_namespace_is_removed(patched: bool, client: Any) -> None:
     serve(store)
     assert client().reset() is True
     assert store.removed == ["^ns@"]
-
-
-@modes("keys have no namespace, or the whole master is wiped")
-def test_every_key_is_in_the_namespace_that_a_reset_removes(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, channel: str, patched: bool
-) -> None:
-    monkeypatch.setenv("MOONTIDE_KEY_NAMESPACE", "ns.1")
-    with patching(patched):
-        scope = {"cache_prefix": "ns.1"} if "cache_prefix" in store_data.KeyMetadata.__dataclass_fields__ else {}
-        metadata = store_data.KeyMetadata("model", tp_rank=0, pcp_rank=0, dcp_rank=0, pp_rank=0, **scope)
-        key = store_data.PoolKey(metadata, "00ff").to_string()
-        store = (truth.truthful(FakeStore, "ns.1") if patched else FakeStore)()
-        store.remove_all(force=True)
-        assert re.search(str(store.removed[0]), key)
-        assert key == "ns.1@" + key.partition("@")[2]
 
 
 def test_the_number_of_keys_and_the_code_reach_the_caller(on: None, client: Any) -> None:
