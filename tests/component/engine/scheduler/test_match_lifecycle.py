@@ -180,7 +180,7 @@ class TupleConnector(LeaseConnector):
 class LeaseExecutor(kit.SimExecutor):
     """Writes what is ordered, token by token, into the slots; loads between steps take two of them."""
 
-    def _transfers(self, metadata: Any) -> KVConnectorOutput | None:
+    def _transfers(self, metadata: Any, *_: Any) -> KVConnectorOutput | None:
         output = KVConnectorOutput(finished_recving=set(), invalid_block_ids=set())
         due: list[tuple[int, Order]] = vars(self).setdefault("_due", [])
         for part in getattr(metadata, "metadata", (metadata,)):
