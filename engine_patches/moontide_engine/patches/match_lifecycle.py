@@ -81,7 +81,7 @@ class Lifecycle:
         self._children = children
         self._clips: dict[str, _Clip] = {}
         self._caps: dict[str, int] = {}
-        """Requests that were accepted for fewer tokens than could be used: the most that is promised next."""
+        """Requests of which fewer tokens were accepted than could be used: the most that is promised from then on."""
         self._in_place = self._may_start_earlier()
 
     def install(self) -> None:
@@ -156,7 +156,6 @@ class Lifecycle:
                     self._caps[request.request_id] = accepted
                     return None
                 self._clips[request.request_id] = _Clip(request, local, accepted, num_new_tokens)
-            self._caps.pop(request.request_id, None)
             if not between_steps:
                 self._manager.cache_blocks(request, min(local + accepted + num_new_tokens, request.num_tokens))
             return blocks
@@ -395,6 +394,7 @@ PATCH = Patch(
         f"{SCHEDULER}.schedule",
         f"{SCHEDULER}._free_request",
         f"{SCHEDULER}._preempt_request",
+        f"{SCHEDULER}._build_kv_connector_meta",
         f"{SCHEDULER}._update_after_schedule",
         f"{SCHEDULER}._update_waiting_for_remote_kv",
         f"{SCHEDULER}.reset_prefix_cache",

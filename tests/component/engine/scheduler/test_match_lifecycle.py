@@ -433,6 +433,21 @@ def test_fewer_than_promised(
     assert core.cached["more"] == 128
 
 
+def test_the_rest_of_the_prompt_is_an_ordinary_chunk(tiny: Path) -> None:
+    with kit.installed(match_lifecycle.PATCH):
+        core = core_with(tiny, extra={"tokens": 100, "accept": 50})
+        core.add("r", kit.prompt(1, 140))
+        request = core.scheduler.requests["r"]
+        # Of some releases only: what these must still get is kept free.
+        unfinished = getattr(core.scheduler, "_inflight_prefills", {request})
+        core.step()
+        assert request.num_computed_tokens == 90, "50 that were loaded and the 40 that were going to be computed"
+        assert request in unfinished
+        core.run()
+        assert request not in getattr(core.scheduler, "_inflight_prefills", ())
+    assert core.tokens["r"] == kit.cold("a", kit.prompt(1, 140), 4)
+
+
 @fewer
 @loads
 @pytest.mark.parametrize("accept", [50, 0])

@@ -199,6 +199,27 @@ def test_nothing_found_is_no_match_and_is_remembered(tiny: Path, monkeypatch: py
     assert core.tokens["second"] == kit.cold("a", kit.prompt(1, 130), 4)
 
 
+@pytest.mark.parametrize(("found", "forgotten"), [(0, []), (64, ["r"])])
+def test_the_answer_that_there_is_nothing_is_not_forgotten(found: int, forgotten: list[str]) -> None:
+    answers = iter([(None, False), (found, True)])
+    discarded: list[str] = []
+    store = SimpleNamespace(
+        get_num_new_matched_tokens=lambda request, computed: next(answers),
+        client=SimpleNamespace(discard=discarded.append),
+        load_specs={},
+    )
+    connector, request = SimpleNamespace(connector_scheduler=store), SimpleNamespace(request_id="r")
+    first = match_lifecycle.prepare_external_match(connector, request, 0)
+    assert first is not None
+    assert first.tokens is None
+    second = match_lifecycle.prepare_external_match(connector, request, 0)
+    assert (second is None) == (found == 0)
+    assert second is None or second.plan is first.plan
+    match_lifecycle.abort_external_match(connector, first.plan, "")
+    assert discarded == forgotten
+    assert connector.moontide_plans == {}
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_storm_with_all_patches(tiny: Path, asynchronous: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
