@@ -287,34 +287,44 @@ class StorePlan:
     """It found nothing: there is nothing to let go of, and the answer may be remembered."""
 
 
-def _plans(connector: Any) -> dict[str, StorePlan]:
-    plans: dict[str, StorePlan] = vars(connector).setdefault("moontide_plans", {})
-    return plans
+class _Matches:
+    """State of one connector. Settings are read once: from the environment, they cost more than all the rest."""
+
+    def __init__(self) -> None:
+        self.memo = load().memo
+        self.plans: dict[str, StorePlan] = {}
+
+
+def _matches(connector: Any) -> _Matches:
+    found: _Matches | None = getattr(connector, "moontide_matches", None)
+    if found is None:
+        found = connector.moontide_matches = _Matches()
+    return found
 
 
 def prepare_external_match(self: Any, request: Any, num_computed_tokens: int) -> ExternalMatch | None:
     """Look the request up in the store. The match may wait for half the store's lease."""
-    plans, name = _plans(self), request.request_id
-    plan = plans.get(name)
+    matches, name = _matches(self), request.request_id
+    plan = matches.plans.get(name)
     if plan is None:
-        plan = plans[name] = StorePlan(name, num_computed_tokens, time.monotonic())
+        plan = matches.plans[name] = StorePlan(name, num_computed_tokens, time.monotonic())
     tokens, load_async = self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
     if tokens == 0:
         plan.empty = True
-        del plans[name]
+        del matches.plans[name]
         return None
-    hold = 0.0 if tokens is None else max(plan.asked + load().memo - time.monotonic(), 0.0)
+    hold = 0.0 if tokens is None else max(plan.asked + matches.memo - time.monotonic(), 0.0)
     return ExternalMatch(plan, tokens, load_async, hold)
 
 
 def commit_external_match(self: Any, plan: StorePlan, request: Any, blocks: Any, num_tokens: int) -> int:
     """Take the lookup's word, or if half the lease is over that of another one, if it is less."""
-    _plans(self).pop(plan.request, None)
-    store = self.connector_scheduler
+    matches, store = _matches(self), self.connector_scheduler
+    matches.plans.pop(plan.request, None)
     spec = store.load_specs.get(plan.request)
     if spec is None:
         return 0
-    if time.monotonic() - plan.asked >= (load().memo or HALF_LEASE):
+    if time.monotonic() - plan.asked >= (matches.memo or HALF_LEASE):
         again = _look_again(store, plan, request)
         if again == 0:
             store.load_specs.pop(plan.request, None)
@@ -352,7 +362,7 @@ def abort_external_match(self: Any, plan: StorePlan, reason: str) -> None:
     """Drop what the lookup recorded. The lease ends by itself."""
     if plan.empty:
         return
-    _plans(self).pop(plan.request, None)
+    _matches(self).plans.pop(plan.request, None)
     self.connector_scheduler.load_specs.pop(plan.request, None)
     _discard(self.connector_scheduler, plan.request)
 
@@ -379,6 +389,8 @@ def _init(original: Any) -> Any:
 
 
 def _install() -> None:
+    # A bad value stops the engine at once, not with the first request.
+    load()
     replace(f"{SCHEDULER}.__init__", _init)
     connector = importlib.import_module(f"{STORE}.connector").MooncakeStoreConnector
     connector.prepare_external_match = prepare_external_match

@@ -217,7 +217,7 @@ def test_the_answer_that_there_is_nothing_is_not_forgotten(found: int, forgotten
     assert second is None or second.plan is first.plan
     match_lifecycle.abort_external_match(connector, first.plan, "")
     assert discarded == forgotten
-    assert connector.moontide_plans == {}
+    assert connector.moontide_matches.plans == {}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -268,5 +268,5 @@ def test_a_storm_with_all_patches(tiny: Path, asynchronous: bool, seed: int, mon
             assert counts.prepared == counts.committed + counts.aborted.total()
             assert not lifecycle.outstanding()
             assert not core.scheduler.connector.connector_scheduler.load_specs
-            assert not core.scheduler.connector.moontide_plans
+            assert not core.scheduler.connector.moontide_matches.plans
     assert store.loaded
