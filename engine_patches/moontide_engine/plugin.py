@@ -18,6 +18,7 @@ from moontide_engine.patches import (
     key_namespace,
     load_retry,
     lookup_economy,
+    match_lifecycle,
     policy_epoch,
     probe,
     reset_truth,
@@ -44,6 +45,7 @@ PATCHES = Registry(
         resume_safety.PATCH,
         load_retry.PATCH,
         lookup_economy.PATCH,
+        match_lifecycle.PATCH,
         weights_load.PATCH,
     )
 )

@@ -423,4 +423,5 @@ PATCH = Patch(
         f"{_STORE_SCHEDULER}.build_connector_meta",
     ),
     install=_install,
+    optional=True,
 )
