@@ -64,5 +64,4 @@ PATCH = Patch(
     ),
     install=_install,
     optional=True,
-    made_for=("0.32.0", "0.33.0"),
 )

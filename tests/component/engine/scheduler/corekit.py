@@ -14,7 +14,6 @@ import inspect
 import pickle
 import random
 import time
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -25,6 +24,9 @@ from typing import Any
 import pytest
 import torch
 import vllm
+
+# Imported late it brings warnings of torch, and conftest lets those pass that come with this module.
+import vllm.v1.core.sched.scheduler
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data as store_data
 from vllm.engine.arg_utils import EngineArgs
@@ -333,11 +335,8 @@ class Core:
                     "lookup_async": lookup_async,
                 },
             )
-        with warnings.catch_warnings():
-            # Old releases import things that this torch deprecates.
-            warnings.simplefilter("ignore")
-            config = EngineArgs(**options).create_engine_config()
-            self.core = EngineCore(config, SimExecutor, log_stats=False)
+        config = EngineArgs(**options).create_engine_config()
+        self.core = EngineCore(config, SimExecutor, log_stats=False)
         self.worker: Any = self.core.model_executor
         self.worker.policy = policy
         if store is not None:
