@@ -3,10 +3,14 @@
 With ``kv_load_failure_policy=recompute`` stock looks the request up again, and a store whose lookup keeps promising
 what its load cannot give (an expired lease, a lost segment) is believed for ever. With ``fail``, upstream's default,
 the client gets a 500. Here a failed load is always recomputed.
+
+Up to vLLM 0.27 a failed load of a model with several groups of KV blocks ends EngineCore: the blocks that failed are
+looked for in the only group there may be. Here they are looked for in all of them.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from moontide_engine.patches import Patch, replace
@@ -37,6 +41,25 @@ def _arrived(original: Any) -> Any:
     return update_waiting_for_remote_kv
 
 
+def _invalid(original: Any) -> Any:
+    def handle_invalid_blocks(self: Any, invalid_block_ids: set[int], num_scheduled_tokens: Any) -> Any:
+        groups = self.kv_cache_config.kv_cache_groups
+        if len(groups) < 2 or hasattr(self, "_handle_failed_recving"):
+            return original(self, invalid_block_ids, num_scheduled_tokens)
+        waiting = importlib.import_module("vllm.v1.request").RequestStatus.WAITING_FOR_REMOTE_KVS
+        for request in self.requests.values():
+            if request.status != waiting:
+                continue
+            tables = self.kv_cache_manager.get_block_ids(request.request_id)
+            if any(block in invalid_block_ids for table in tables for block in table):
+                # What is still valid would have to be told for each group: all of it is computed.
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request.request_id)
+        return set()
+
+    return handle_invalid_blocks
+
+
 def _match(original: Any) -> Any:
     def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
         if getattr(request, "moontide_failed_loads", 0) >= MAX_FAILED_LOADS:
@@ -49,6 +72,7 @@ def _match(original: Any) -> Any:
 def _install() -> None:
     replace(f"{SCHEDULER}.__init__", _init)
     replace(f"{SCHEDULER}._update_waiting_for_remote_kv", _arrived)
+    replace(f"{SCHEDULER}._handle_invalid_blocks", _invalid)
     replace(f"{_STORE_SCHEDULER}.get_num_new_matched_tokens", _match)
 
 

@@ -14,8 +14,9 @@ import inspect
 import pickle
 import random
 import time
+import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +131,11 @@ class _Seen:
 class SimExecutor(Executor):
     """One simulated worker. It sees what a worker process would: a pickled copy of each scheduler output."""
 
+    layers: Mapping[str, Any] = {
+        "layer": FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    }
+    """What it computes lies in the blocks of the first group; others have blocks, and nothing in them."""
+
     def _init_executor(self) -> None:
         self.policy = "a"
         self.store = SimStore()
@@ -149,9 +155,7 @@ class SimExecutor(Executor):
         self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, non_block: bool = False
     ) -> Any:
         answers: dict[str, Any] = {
-            "get_kv_cache_spec": {
-                "layer": FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float16)
-            },
+            "get_kv_cache_spec": dict(self.layers),
             "get_supported_kv_cache_layouts": ["LBNHC"],
             "determine_available_memory": 1 << 30,
             "compile_or_warm_up_model": worker_base.CompilationTimes(0.0, 0.0),
@@ -243,7 +247,10 @@ class SimExecutor(Executor):
             for block, key in wanted:
                 content = None if self.store.fail_loads else self.store.blocks.get(key)
                 if content is None:
-                    output.invalid_block_ids.add(block)
+                    if len(self.layers) > 1 and hasattr(output, "failed_recving"):
+                        output.failed_recving.add(request)
+                    else:
+                        output.invalid_block_ids.add(block)
                     self.store.failed += 1
                     continue
                 self.store.loaded += 1

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import corekit as kit
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from moontide_engine.patches import load_retry
 
 FOR_EVER = kit.off("the request is looked up for ever", kit.Stuck)
+# From 0.30 on the store's worker names failed requests, not blocks, where there are several groups.
+BY_BLOCK = not hasattr(Scheduler, "_handle_failed_recving")
+ENDS = kit.off("EngineCore ends, or the request is looked up for ever", ValueError if BY_BLOCK else kit.Stuck)
 ERROR = kit.off("the request ends with an error")
 
 
@@ -67,6 +72,25 @@ def test_a_lookup_beside_the_scheduler_may_take_its_time(tiny: Path) -> None:
     print(f"{store.lookups} lookups")
     assert core.tokens["r"] == kit.cold("a", text, 4)
     assert store.lookups == 2, "one for each load"
+
+
+@pytest.mark.parametrize("patched", [ENDS, kit.ON], indirect=True)
+def test_a_load_that_fails_with_several_groups_of_blocks_is_computed(
+    tiny: Path, patched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = kit.SimExecutor.layers["layer"]
+    window = SlidingWindowSpec(block_size=kit.BLOCK, num_kv_heads=1, head_size=8, dtype=full.dtype, sliding_window=64)
+    monkeypatch.setattr(kit.SimExecutor, "layers", {"layer": full, "window": window})
+    store, text = kit.SimStore(), kit.prompt(1)
+    first, second = (kit.Core(tiny, store=store, disable_hybrid_kv_cache_manager=False) for _ in range(2))
+    assert len(second.scheduler.kv_cache_config.kv_cache_groups) == 2
+    first.ask("first", text)
+    first.settle()
+    store.fail_loads = True
+    second.add("r", text)
+    second.run(200)
+    assert store.failed
+    assert second.tokens["r"] == first.tokens["first"] == kit.cold("a", text, 4)
 
 
 @pytest.mark.parametrize("patched", [ERROR, kit.ON], indirect=True)
