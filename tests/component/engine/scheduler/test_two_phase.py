@@ -176,6 +176,13 @@ def test_failure_leaves_nothing_held(patched: bool, monkeypatch: pytest.MonkeyPa
     blocks.held["new"] = Held(request)
     blocks.check()
     blocks.finish("new")
+    queue = blocks.queue()
+    for group in range(taken + 1, 3):
+        # Whoever gave it back, the end of the prompt is evicted first.
+        skipped = blocks.groups[group].get_num_skipped_tokens(8 * BLOCK) // BLOCK
+        places = [queue.index(block.block_id) for block in hits.blocks[group][skipped:]]
+        assert len(places) > 1
+        assert places == sorted(places, reverse=True)
     evicted = [block for block, (_, block_hash) in books(blocks).items() if block_hash != before[block][1]]
     assert len(evicted) <= 2 * taken
     assert blocks.take("next", tokens(8, 3 * BLOCK)) == 0
