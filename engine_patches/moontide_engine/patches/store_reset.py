@@ -179,6 +179,7 @@ PATCH = Patch(
         f"{STORE}.worker:MooncakeStoreWorker.lookup",
         f"{STORE}.worker:KVTransferThread.run",
         f"{channel.HALF}.reset_store",
+        f"{channel.HALF}.get_num_new_matched_tokens",
         f"{CONNECTOR}.reset_cache",
         f"{CONNECTOR}.__init__",
         f"{SCHEDULER}.reset_prefix_cache",
