@@ -50,7 +50,7 @@ def test_closed_from_the_start(fleet: kit.Fleet) -> None:
         status = replica.at_start["status"]
         assert (status["state"], status["reason"], status["admitted"]) == ("closed", "Starting", False)
         assert (status["clean"], status["drained"]) == (True, True)
-        assert status["patches"] == dict.fromkeys(PATCHES, "applied")
+        assert status["patches"] == {**dict.fromkeys(PATCHES, "applied"), "store-reset": "upstream"}
         assert status["fence"] == {"supported": True, "live": True, "reason": ""}
         assert status["engineVersion"] == "0.32.0"
         assert status["ranks"] == 1
