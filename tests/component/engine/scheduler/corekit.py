@@ -159,6 +159,7 @@ class SimExecutor(Executor):
             "get_supported_kv_cache_layouts": ["LBNHC"],
             "determine_available_memory": 1 << 30,
             "compile_or_warm_up_model": worker_base.CompilationTimes(0.0, 0.0),
+            "moontide_store_queue": {"left": len(self.saves)},
         }
         if method == "execute_model":
             result = self._execute(args[0] if self.in_process else pickle.loads(pickle.dumps(args[0])))

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -518,6 +519,22 @@ def test_pending_saves_of_any_rank_leave_everything_alone(patched: bool, channel
         assert answer(utility(engine, "reset_prefix_cache", False, True)) is False
         assert (peer.resets, engine.scheduler.kv_cache_manager.resets) == (0, 0)
         assert report(engine)["reason"] == "StoreBusy"
+
+
+def test_a_reset_of_running_requests_takes_no_save_for_done_that_is_not(on: None, tiny: Path) -> None:
+    store = kit.SimStore(save_steps=4)
+    engine = kit.Core(tiny, store=store)
+    engine.scheduler.connector.connector_scheduler.client._reset = lambda: store.blocks.clear() is None
+    engine.add("r", kit.prompt(1), 20)
+    engine.step(2)
+    assert engine.worker.saves
+    assert engine.core.moontide_reset(True, True)["reason"] == "StoreBusy"
+    assert len(engine.scheduler.running) == 1
+    engine.run()
+    engine.settle()
+    assert store.blocks
+    assert engine.core.moontide_reset(False, True)["cleared"] == ["local", "external"]
+    assert not store.blocks
 
 
 @modes("a pending load is a 500")
