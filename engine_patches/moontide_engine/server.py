@@ -158,7 +158,9 @@ async def serve(original: ServeHttp, app: Any, sock: socket.socket | None, args:
 
 def check_setup(client: Any, settings: Settings, kwargs: Any) -> None:
     """Raise StartRefused for what a gate in one process cannot guard."""
-    if kwargs.get("peer_loads") is not None:
+    # Old releases do not hand over the load of the other servers, but the number of them is in the configuration.
+    count = int(getattr(client.vllm_config.parallel_config, "_api_process_count", 1))
+    if kwargs.get("peer_loads") is not None or count > 1:
         raise StartRefused("one API server process an engine, please: set --api-server-count 1; the gate lives in it")
     if importlib.import_module("vllm.envs").VLLM_ENABLE_RESPONSES_API_STORE:
         raise StartRefused(

@@ -24,7 +24,7 @@ _ENGINE_FOLDER = "engine"
 # Within it; these tests need no running engine, so they run on releases that have no CPU build, too.
 _SCHEDULER_FOLDER = "scheduler"
 # The others are for `make test-engines`.
-SLICE = ("0.33.0",)
+SLICE = ("0.22.1", "0.33.0")
 ALL_ENGINES = "MOONTIDE_TEST_ENGINES"
 # Beyond what any run needs, so that one that hangs says so before the machine's own limit ends everything.
 _CALL_SECONDS = 2400.0
