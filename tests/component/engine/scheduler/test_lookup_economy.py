@@ -281,7 +281,9 @@ def test_an_answer_in_flight_is_not_taken_for_changed_hashes(channel: Any, patch
     with channel(patched) as made:
         made.server()
         client = made.client()
+        made.worker.seconds = 0.2
         lookup(client, "r", HASHES, TOKENS, True)
+        made.worker.seconds = 0
         eventually(lambda: not hasattr(client, "futures") or client.futures["r"].done())
         made.worker.hits = 0
         assert get(client, "r", hashes=[b"new" * 8] * 16, non_block=True) == 0
