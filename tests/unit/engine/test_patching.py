@@ -164,7 +164,7 @@ def test_functions_of_different_releases_are_no_release(engine: ModuleType) -> N
 
 @pytest.mark.parametrize(
     ("options", "state"),
-    [({"upstream": ("1.10",)}, "upstream"), ({"inapplicable": {"1.10": "no such thing"}}, "not applicable")],
+    [({"upstream": ("1.10",)}, "upstream"), ({"inapplicable": {"1.10": "no such thing"}}, "not-applicable")],
 )
 def test_what_a_release_does_not_need_is_not_installed(engine: ModuleType, options: Any, state: str) -> None:
     registry, done = two({METHOD: "1.10"}, **options)

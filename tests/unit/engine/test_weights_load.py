@@ -171,7 +171,7 @@ async def test_every_worker_of_every_core_is_asked() -> None:
 
 
 async def test_a_release_that_cannot_load_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PATCHES._table, "weights-load", "not applicable")
+    monkeypatch.setitem(PATCHES._table, "weights-load", "not-applicable")
     with pytest.raises(EngineFault, match=r"^vLLM 0\.22\.1 cannot load weights by itself: push them"):
         await VllmEngine(Client("", "", "", ""), "0.22.1").load_weights("/models/a")
 

@@ -155,8 +155,8 @@ def test_engine_patched_names_what_is_missing_and_what_is_another_release() -> N
         said = ifd.engine_patched(Fleet(name="chat", uid="u", replicas=replicas), version)
         return said.reason, said.message
 
-    old = _replica("a", _engine(engine_version="0.22.1+cpu", patches={"gate": "applied", "load": "not applicable"}))
-    assert verdict("0.22.1", old) == ("Patched", "vLLM 0.22.1; gate: applied, load: not applicable")
+    old = _replica("a", _engine(engine_version="0.22.1+cpu", patches={"gate": "applied", "load": "not-applicable"}))
+    assert verdict("0.22.1", old) == ("Patched", "vLLM 0.22.1; gate: applied, load: not-applicable")
     reason, message = verdict("0.22.1", old, _replica("b", _engine()))
     assert reason == "OtherVersion"
     assert "engine.version asks for 0.22.1" in message
