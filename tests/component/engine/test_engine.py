@@ -736,7 +736,7 @@ def test_doctor_prints_the_table_that_the_status_shows(fleet: kit.Fleet) -> None
     table = done.stdout.split("\n\n")[1].splitlines()
     shown = {name: state for name, state, _ in (line.split(maxsplit=2) for line in table)}
     assert shown == fleet.replicas[0].status()["patches"]
-    assert set(shown.values()) == {"applied"}
+    assert f"vLLM known as {RELEASE}\n" in done.stdout
 
 
 def test_an_engine_with_unknown_code_does_not_start(fleet: kit.Fleet, tmp_path: Path) -> None:
@@ -748,7 +748,7 @@ def test_an_engine_with_unknown_code_does_not_start(fleet: kit.Fleet, tmp_path: 
         assert process.popen.returncode != 0
         log = process.log.read_text()
         assert "MooncakeStoreScheduler.reset_store of this vLLM has the unknown fingerprint 0000" in log
-        assert "Install a release of moontide-engine" in log
+        assert "To add a release, see docs/engine-releases.md" in log
         assert kit.get(f"http://127.0.0.1:{18100 + 3}/health") is None
     finally:
         process.end()
