@@ -53,4 +53,6 @@ def register() -> None:
             new.replace(target)
         return made
 
+    # The patches ask for the source of what they rely on.
+    allocate_slots.__moontide_original__ = original  # type: ignore[attr-defined]
     owner.allocate_slots = allocate_slots

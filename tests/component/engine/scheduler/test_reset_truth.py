@@ -489,10 +489,10 @@ def test_it_goes_with_the_patch_of_the_lookups_in_any_order(channel: str, client
 @modes("the engine stands still until the store has answered")
 def test_the_core_goes_on_while_the_store_is_wiped(patched: bool, channel: str, client: Any) -> None:
     engine = core(mooncake(client()))
-    with Peer(channel, lambda: slowly(0.9)):
+    with Peer(channel, lambda: slowly(0.5)):
         began = time.monotonic()
         answers = utility(engine, "reset_prefix_cache", False, True)
-        assert time.monotonic() - began < 0.7
+        assert time.monotonic() - began < 0.45
         assert answers.empty()
         assert answer(answers) is True
 
