@@ -180,9 +180,10 @@ def finish(fleet: kit.Fleet, arm: Arm, prompts: list[str], patched: bool) -> Non
         time.sleep(2)
         arm.reset = reset(fleet, patched)
         before = [replica.counters() for replica in fleet.replicas]
-        # One of each conversation's turns is enough, each on one replica: it cannot hit what was asked after the reset.
-        for index, prompt in enumerate(random.Random(0).sample(prompts, min(20, len(prompts)))):
-            ask(fleet.replicas[index % 2].inference, f"{prompt}")
+        # One turn of each conversation, so that none can hit what was asked after the reset.
+        last = {" ".join(prompt.split()[:4]): prompt for prompt in prompts}
+        for index, prompt in enumerate(list(last.values())[:20]):
+            ask(fleet.replicas[index % 2].inference, prompt)
         after = [replica.counters() for replica in fleet.replicas]
         arm.after = {key: sum(a[key] - b[key] for a, b in zip(after, before, strict=True)) for key in before[0]}
     except httpx.HTTPError as error:
