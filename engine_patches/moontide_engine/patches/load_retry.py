@@ -47,11 +47,16 @@ def _invalid(original: Any) -> Any:
         if len(groups) < 2 or hasattr(self, "_handle_failed_recving"):
             return original(self, invalid_block_ids, num_scheduled_tokens)
         waiting = importlib.import_module("vllm.v1.request").RequestStatus.WAITING_FOR_REMOTE_KVS
-        for request in self.requests.values():
-            if request.status != waiting:
-                continue
+
+        def holds(request: Any) -> bool:
             tables = self.kv_cache_manager.get_block_ids(request.request_id)
-            if any(block in invalid_block_ids for table in tables for block in table):
+            return any(block in invalid_block_ids for table in tables for block in table)
+
+        if any(holds(request) for request in self.running):
+            # A load within the step, which this connector has not. Stock ends the engine, and nothing wrong is served.
+            return original(self, invalid_block_ids, num_scheduled_tokens)
+        for request in self.requests.values():
+            if request.status == waiting and holds(request):
                 # What is still valid would have to be told for each group: all of it is computed.
                 request.num_computed_tokens = 0
                 self.failed_recving_kv_req_ids.add(request.request_id)
