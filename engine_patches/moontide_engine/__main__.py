@@ -57,11 +57,8 @@ def table(registry: Registry = PATCHES) -> str:
     lines = [f"| patch | {' | '.join(RELEASES)} |", f"| --- |{' --- |' * len(RELEASES)}"]
     words = {APPLIED: "needed", NOT_APPLICABLE: "not applicable"}
     for patch in registry.patches:
-        cells = []
-        for release in RELEASES:
-            made = patch.made_for is None or release in patch.made_for
-            state = patch.state(release)
-            cells.append(words.get(state, state) if made else "refused")
+        states = [patch.state(release) for release in RELEASES]
+        cells = [words.get(state, state) for state in states]
         lines.append(f"| `{patch.name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -51,8 +51,6 @@ class Patch:
     """Releases in which it has nothing to do, each with the reason."""
     optional: bool = False
     """Whether ``Auto`` may run an engine without it."""
-    made_for: tuple[str, ...] | None = None
-    """Releases that it can be installed in; None: all that its references are known of."""
 
     def state(self, release: str) -> str:
         """What becomes of it on a release that it knows."""
@@ -151,11 +149,7 @@ class Registry:
         return tuple(sorted(frozenset.intersection(*sets), key=version_key))
 
     def _check(self, patch: Patch, target: str) -> Check:
-        known = {}
-        for digest, releases in self._known.get(target, {}).items():
-            mine = [release for release in releases.split(", ") if patch.made_for is None or release in patch.made_for]
-            if mine:
-                known[digest] = ", ".join(mine)
+        known = self._known.get(target, {})
         try:
             found = fp.fingerprint(fp.resolve(target)[2])
         except fp.Missing as error:

@@ -120,7 +120,7 @@ def test_every_reference_has_a_fingerprint_and_no_fingerprint_is_left_over() -> 
 
 def test_the_table_names_only_releases_that_are_known() -> None:
     for patch in PATCHES.patches:
-        named = {*patch.upstream, *patch.inapplicable, *(patch.made_for or ())}
+        named = {*patch.upstream, *patch.inapplicable}
         assert named <= set(RELEASES), patch.name
         assert not set(patch.upstream) & set(patch.inapplicable)
         assert all(patch.inapplicable.values())
@@ -192,11 +192,4 @@ def test_auto_does_not_run_without_what_is_not_optional(engine: ModuleType) -> N
     registry, done = two({"ab": "1.10"})
     with pytest.raises(PatchRefused, match="unknown fingerprint"):
         registry.apply(auto=True)
-    assert done == []
-
-
-def test_a_patch_is_refused_on_a_release_that_it_was_not_made_for(engine: ModuleType) -> None:
-    registry, done = two({METHOD: "1.9, 1.10"}, made_for=("1.8",))
-    with pytest.raises(PatchRefused, match="second"):
-        registry.apply()
     assert done == []
