@@ -23,7 +23,7 @@ import kopf
 from kopf._cogs.structs.references import Insights
 from kubernetes.aio import client as k8s
 from kubernetes.aio import config as kube_config
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import generate_latest
 
 from moontide.config import Config
 from moontide.engines.client import new_http_client
@@ -37,6 +37,7 @@ from moontide.kube.client import GuardedClient, Kube
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL
 from moontide.kube.lease import KubeLease
 from moontide.leader import Identity, Leader
+from moontide.metrics import Metrics
 from moontide.reconcile import inferencedeployment, kvcachepool, policyversion
 from moontide.reconcile.context import Context
 
@@ -54,27 +55,6 @@ RECONCILES: dict[str, Reconcile] = {
     DEPLOYMENT.kind: inferencedeployment.reconcile,
     POLICY.kind: policyversion.reconcile,
 }
-
-
-class Metrics:
-    """What the operator tells Prometheus of itself."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.runs = Counter(
-            "moontide_reconcile", "Reconciles by kind and outcome.", ["kind", "outcome"], registry=self.registry
-        )
-        self.seconds = Histogram(
-            "moontide_reconcile_seconds", "How long a reconcile took.", ["kind"], registry=self.registry
-        )
-        self.loops = Gauge("moontide_resources", "Resources that have a loop.", registry=self.registry)
-        self.hook = Counter(
-            "moontide_hook_requests",
-            "Requests to the hook by verb and status.",
-            ["verb", "status"],
-            registry=self.registry,
-        )
-        self.leader = Gauge("moontide_leader", "1 while this process leads, 0 on standby.", registry=self.registry)
 
 
 @dataclass
@@ -140,9 +120,11 @@ async def lead(config: Config, metrics: Metrics, health: Health, stop: asyncio.E
         root = await first(stop, root_tokens(kube, config.namespace))
         if root is None:
             return
-        context = Context(kube=kube, http=http, tokens=root, term=term, config=config)
-        loops = Loops(lambda key: reconcile(context, metrics, key), resync=config.resync_seconds)
+        context = Context(kube=kube, http=http, tokens=root, term=term, config=config, metrics=metrics)
+        loops = Loops(lambda key: reconcile(context, key), resync=config.resync_seconds)
         metrics.loops.set_function(lambda: len(loops))
+        metrics.woken.set_function(loops.queue_age)
+        metrics.running.set_function(loops.running_age)
         health.loops = loops
         handing = asyncio.create_task(hand_over(stop, loops, health.leader), name="hand over")
         try:
@@ -214,7 +196,7 @@ async def root_tokens(kube: Kube, namespace: str) -> tokens.Tokens:
             await asyncio.sleep(error.after)
 
 
-async def reconcile(context: Context, metrics: Metrics, key: Key) -> float:
+async def reconcile(context: Context, key: Key) -> float:
     """One run of the reconcile of ``key``, counted."""
     started = time.monotonic()
     outcome = "error"
@@ -229,8 +211,8 @@ async def reconcile(context: Context, metrics: Metrics, key: Key) -> float:
         outcome = "invalid"
         raise
     finally:
-        metrics.runs.labels(key.kind, outcome).inc()
-        metrics.seconds.labels(key.kind).observe(time.monotonic() - started)
+        context.metrics.runs.labels(key.kind, outcome).inc()
+        context.metrics.seconds.labels(key.kind).observe(time.monotonic() - started)
 
 
 @contextlib.asynccontextmanager

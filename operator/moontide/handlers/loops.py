@@ -37,6 +37,8 @@ class _Loop:
     retiring: bool = False
     failures: int = 0
     running_since: float | None = None
+    woken_since: float | None = None
+    """When it was first woken, since its last run began."""
     due: float = 0.0
 
 
@@ -92,23 +94,37 @@ class Loops:
         if loop is None:
             wake = asyncio.Event()
             wake.set()
-            self._loops[key] = _Loop(task=self._spawn(key), wake=wake)
+            self._loops[key] = _Loop(task=self._spawn(key), wake=wake, woken_since=self._clock())
         else:
             loop.retiring = False
-            loop.wake.set()
+            self._wake(loop)
 
     def wake(self, key: Key) -> None:
         """Something that the resource depends on changed. Does nothing for a key without a loop."""
         loop = self._loops.get(key)
         if loop is not None:
-            loop.wake.set()
+            self._wake(loop)
 
     def retire(self, key: Key) -> None:
         """The resource is gone: the loop runs once more and ends, unless :meth:`start` comes before that."""
         loop = self._loops.get(key)
         if loop is not None:
             loop.retiring = True
-            loop.wake.set()
+            self._wake(loop)
+
+    def queue_age(self) -> float:
+        """Seconds for which the key that waits longest has been woken and not looked at since."""
+        now = self._clock()
+        return max(
+            (now - loop.woken_since for loop in self._loops.values() if loop.woken_since is not None), default=0.0
+        )
+
+    def running_age(self) -> float:
+        """Seconds that the longest run at work has taken so far."""
+        now = self._clock()
+        return max(
+            (now - loop.running_since for loop in self._loops.values() if loop.running_since is not None), default=0.0
+        )
 
     def stuck(self) -> list[tuple[Key, float]]:
         """Keys whose loop has ended by itself or hangs, with the seconds since it should have moved on."""
@@ -130,6 +146,11 @@ class Loops:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._loops.clear()
+
+    def _wake(self, loop: _Loop) -> None:
+        if loop.woken_since is None:
+            loop.woken_since = self._clock()
+        loop.wake.set()
 
     def _spawn(self, key: Key) -> asyncio.Task[None]:
         task = asyncio.create_task(self._run(key), name=f"reconcile {key}")
@@ -155,6 +176,7 @@ class Loops:
         loop = self._loops[key]
         while True:
             loop.wake.clear()
+            loop.woken_since = None
             retiring = loop.retiring
             delay, floor = await self._once(key, loop)
             if retiring and loop.retiring and loop.failures == 0 and not loop.wake.is_set():

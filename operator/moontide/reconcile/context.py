@@ -11,6 +11,7 @@ import httpx
 from moontide.config import Config
 from moontide.kube.client import Kube
 from moontide.kube.tokens import Tokens
+from moontide.metrics import Metrics
 
 GONE_SECONDS = 3600.0
 """What a reconcile returns for a resource that no longer exists."""
@@ -33,6 +34,7 @@ class Context:
     """The term of this leadership, asked for right before each command. Does not return once it may be over."""
     config: Config = field(default_factory=Config)
     now: Callable[[], dt.datetime] = utc_now
+    metrics: Metrics = field(default_factory=Metrics)
 
     def __copy__(self) -> Context:
         # kopf copies its memo for every handler; connections and caches must stay one.

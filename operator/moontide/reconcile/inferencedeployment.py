@@ -16,6 +16,7 @@ from moontide.api.v1alpha1 import (
 )
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
+from moontide.kube.kinds import DEPLOYMENT
 from moontide.planning.model import Fleet, Replica
 from moontide.reconcile import adopted
 from moontide.reconcile.conditions import announce
@@ -70,6 +71,7 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     """
     resource = await ctx.kube.get_deployment(namespace, name)
     if resource is None or resource.meta.deletion_timestamp is not None:
+        ctx.metrics.gone(DEPLOYMENT.kind, namespace, name)
         return GONE_SECONDS
     spec = resource.model.spec
     pool = await ctx.kube.get_pool(namespace, spec.kv_cache.pool_ref.name) if spec.kv_cache is not None else None
@@ -99,6 +101,7 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
         refusal=refusal,
     )
     now = status_of(ctx, resource, seen)
+    ctx.metrics.deployment(namespace, name, spec.wanted, now, closed_replicas(seen.fleet, seen.around))
     before = resource.model.status or InferenceDeploymentStatus()
     if now != before and await ctx.kube.apply_deployment_status(namespace, name, now, uid=resource.meta.uid):
         await announce(ctx, resource, before.conditions, now.conditions, expected=EXPECTED)
@@ -190,14 +193,13 @@ def is_current(replica: Replica, resource: Resource[InferenceDeployment], epoch:
 
 
 def closed_replicas(fleet: Fleet, around: Around) -> tuple[ClosedReplica, ...]:
-    """The replicas that serve nothing, each with its reason; ten at most."""
-    closed = [
+    """The replicas that serve nothing, each with its reason, by name."""
+    return tuple(
         ClosedReplica(name=replica.name, address=replica.address, reason=reason, message=message[:1024])
         for replica in sorted(fleet.replicas, key=lambda each: each.name)
         if (why := _why_closed(replica, around)) is not None
         for reason, message in (why,)
-    ]
-    return tuple(closed[:_LISTED])
+    )
 
 
 def _why_closed(replica: Replica, around: Around) -> tuple[str, str] | None:
@@ -262,7 +264,7 @@ def status_of(ctx: Context, resource: Resource[InferenceDeployment], seen: Seen)
         if spec.endpoints is None
         else None,
         pool=spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None,
-        closed=closed_replicas(seen.fleet, seen.around),
+        closed=closed_replicas(seen.fleet, seen.around)[:_LISTED],
         adopted=before.adopted,
     )
 

@@ -12,6 +12,7 @@ from moontide import naming, status
 from moontide.api.v1alpha1 import KVCachePool, KVCachePoolStatus
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Resource
+from moontide.kube.kinds import POOL
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.resources import store
@@ -91,6 +92,7 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     """
     pool = await ctx.kube.get_pool(namespace, name)
     if pool is None or pool.meta.deletion_timestamp is not None:
+        ctx.metrics.gone(POOL.kind, namespace, name)
         return GONE_SECONDS
     fleets = await ctx.kube.list_deployments_of_pool(namespace, name)
     refusal = await _apply(ctx, pool)
@@ -162,6 +164,7 @@ def used(allocated: int | None, capacity: int | None) -> str | None:
 
 
 async def _write(ctx: Context, pool: Resource[KVCachePool], now: KVCachePoolStatus) -> None:
+    ctx.metrics.pool(pool.meta.namespace, pool.meta.name, now)
     if now == pool.model.status:
         return
     if not await ctx.kube.apply_pool_status(pool.meta.namespace, pool.meta.name, now, uid=pool.meta.uid):

@@ -12,6 +12,7 @@ from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVers
 from moontide.engines.client import collect, fan_out, impatient, send, wipe, wipe_without_store
 from moontide.errors import Retry
 from moontide.kube.client import Resource
+from moontide.kube.kinds import POLICY
 from moontide.planning import protocol
 from moontide.planning.model import (
     Action,
@@ -52,6 +53,7 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     while True:
         policy = await ctx.kube.get_policy(namespace, name)
         if policy is None or policy.meta.deletion_timestamp is not None:
+            ctx.metrics.gone(POLICY.kind, namespace, name)
             return GONE_SECONDS
         requeue = await _turn(ctx, policy)
         if requeue is not None:
@@ -68,6 +70,7 @@ async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
     fleets: list[Fleet] = await fan_out(followers, lambda each: observe(ctx, each, meta.namespace), limit=16)
     observed = Observed(tuple(fleets), ctx.now(), meta.uid)
     plan = protocol.plan(policy.model.spec, meta.generation, status, observed)
+    ctx.metrics.policy(meta.namespace, meta.name, status, plan.status)
 
     if plan.status != status and not await ctx.kube.apply_policy_status(
         meta.namespace, meta.name, plan.status, uid=meta.uid
@@ -125,6 +128,7 @@ async def _act(
             await ctx.kube.event(elsewhere[fleet], reason, message, type)
 
     results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS)
+    ctx.metrics.acted(results)
     for result in results:
         action = result.action
         replica, step = protocol.name_of(action), protocol.step_of(action)
@@ -245,6 +249,7 @@ async def reconcile_unmanaged(ctx: Context, deployment: Resource[InferenceDeploy
             rest = 30.0 if model is not None else protocol.ADOPTED_REQUEUE
             return 2.0 if waiting else rest
         results: list[Result] = await fan_out(commands, lambda command: perform(ctx, command))
+        ctx.metrics.acted(results)
         for result in results:
             assert isinstance(result.action, Command)
             logger.info(
