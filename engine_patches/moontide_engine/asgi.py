@@ -19,18 +19,16 @@ class BodyTooLarge(Exception):
 
 async def send_json(send: Send, status: int, body: object, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     """Send a whole JSON answer."""
-    data = json.dumps(body, separators=(",", ":")).encode()
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(data)).encode()),
-                *headers,
-            ],
-        }
-    )
+    await send_body(send, status, json.dumps(body, separators=(",", ":")).encode(), b"application/json", headers)
+
+
+async def send_body(
+    send: Send, status: int, data: bytes, content_type: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """Send a whole answer."""
+    length = str(len(data)).encode()
+    fields = [(b"content-type", content_type), (b"content-length", length), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": data})
 
 

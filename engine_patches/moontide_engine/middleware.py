@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from moontide_engine.asgi import App, Message, Receive, Scope, Send, refuse_websocket, send_json
+from moontide_engine.asgi import App, Message, Receive, Scope, Send, refuse_websocket, send_body, send_json
+from moontide_engine.exposition import CONTENT_TYPE, exposition
 from moontide_engine.gate import Entry, Gate, Stamp, State
 from moontide_engine.jsonlog import log
 from moontide_engine.routes import Kind, classify
@@ -38,6 +39,8 @@ class GateMiddleware:
         self._root_path = root_path
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._held = 0
+        self.refused = 0
+        """Inference requests that were answered 503 here."""
         self._running: set[_Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -73,6 +76,8 @@ class GateMiddleware:
         elif kind is Kind.READY:
             ready = self._gate.state is not State.CLOSED
             await send_json(send, 200 if ready else 503, {"ready": ready})
+        elif kind is Kind.METRICS:
+            await send_body(send, 200, exposition(self._gate, self), CONTENT_TYPE)
         else:
             await send_json(send, 404, {"detail": "Not Found"})
 
@@ -81,6 +86,7 @@ class GateMiddleware:
         entry = self._gate.enter()
         if entry is Entry.HOLD:
             if self._held >= self._max_held:
+                self.refused += 1
                 await _unavailable(send, f"the engine is paused and {self._held} requests wait already")
                 return
             held = _HeldReceive(receive)
@@ -94,6 +100,7 @@ class GateMiddleware:
             finally:
                 self._held -= 1
         if entry is Entry.REFUSE:
+            self.refused += 1
             await _unavailable(send, self._why())
             return
         stamp = self._gate.stamp

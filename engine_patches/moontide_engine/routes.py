@@ -9,12 +9,14 @@ class Kind(enum.Enum):
     """What the inference port does with a path."""
 
     READY = "ready"
+    METRICS = "metrics"
     PUBLIC = "public"
     INFERENCE = "inference"
     HIDDEN = "hidden"
 
 
 READY_PATH = "/moontide/v1/ready"
+METRICS_PATH = "/moontide/v1/metrics"
 
 _PUBLIC = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/"})
 
@@ -67,6 +69,8 @@ def classify(path: str, root_path: str = "") -> Kind:
         path = path[len(root_path) :]
     if path == READY_PATH:
         return Kind.READY
+    if path == METRICS_PATH:
+        return Kind.METRICS
     if path in _PUBLIC:
         return Kind.PUBLIC
     if path in _INFERENCE:

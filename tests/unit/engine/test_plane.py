@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from moontide_engine.admin import AdminApp, Commands
 from moontide_engine.asgi import Message, Receive, Scope, Send, send_json
@@ -253,6 +254,43 @@ async def test_ready_follows_the_gate(plane: Plane) -> None:
     assert await ready() == (200, {"ready": True})
     await plane.succeed("close", 2, reason="Gone")
     assert await ready() == (503, {"ready": False})
+
+
+async def test_the_gate_is_scraped(plane: Plane) -> None:
+    async def scrape() -> dict[str, float]:
+        answer = await plane.open_http.get("/moontide/v1/metrics")
+        assert (answer.status_code, answer.headers["content-type"].partition(";")[0]) == (200, "text/plain")
+        families = text_string_to_metric_families(answer.text)
+        samples = [sample for family in families for sample in family.samples]
+        return {
+            " ".join((s.name, s.labels.get("state", ""), s.labels.get("reason", ""))).strip(): s.value for s in samples
+        }
+
+    closed = await scrape()
+    assert closed["moontide_engine_state closed Starting"] == 1
+    assert "moontide_engine_epoch" not in closed
+    await plane.request().done()
+    await plane.open()
+    plane.app.release.clear()
+    first = plane.request()
+    await plane.settle()
+    opened = await scrape()
+    assert opened["moontide_engine_state open"] == 1
+    assert opened["moontide_engine_state closed"] == 0
+    assert opened["moontide_engine_epoch"] == 1
+    assert opened["moontide_engine_requests_in_flight"] == 1
+    assert opened["moontide_engine_requests_refused_total"] == 1
+    plane.app.release.set()
+    await first.done()
+    await plane.succeed("quiesce", 2)
+    held = plane.request()
+    await plane.settle()
+    paused = await scrape()
+    assert paused["moontide_engine_state paused"] == 1
+    assert paused["moontide_engine_requests_held"] == 1
+    await plane.succeed("close", 2, reason="Gone")
+    await held.done()
+    assert (await scrape())["moontide_engine_state closed Gone"] == 1
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_public(path: str) -> None:
 
 def test_ready() -> None:
     assert classify("/moontide/v1/ready") is Kind.READY
+    assert classify("/moontide/v1/metrics") is Kind.METRICS
 
 
 @pytest.mark.parametrize("path", ADMIN)
@@ -98,4 +99,4 @@ def test_root_path_is_taken_off_as_the_router_does() -> None:
 def test_nothing_but_listed_paths_is_open(tail: str) -> None:
     if tail.strip("/"):
         assert classify("/pause/" + tail) is Kind.HIDDEN
-        assert classify("/moontide/v1/" + tail) in (Kind.HIDDEN, Kind.READY)
+        assert classify("/moontide/v1/" + tail) in (Kind.HIDDEN, Kind.READY, Kind.METRICS)
