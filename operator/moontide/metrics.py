@@ -41,18 +41,21 @@ class Sample:
     value: float
 
 
-GAUGES = {
-    "moontide_condition": "1 where the condition is True, 0 where it is False or Unknown.",
-    "moontide_policy_epoch": "The highest epoch that was allotted.",
-    "moontide_policy_replicas": "Replicas that follow the policy: current, closed, or other (on their way).",
-    "moontide_policy_failures": "Replicas and stores with which the change at hand fails.",
-    "moontide_policy_change_age_seconds": "Seconds since the change that is not finished began; 0 without one.",
-    "moontide_deployment_replicas": "Replicas of the fleet: wanted, ready, current.",
-    "moontide_deployment_closed_replicas": "Replicas that serve nothing, by reason.",
-    "moontide_pool_clients": "Clients that have memory mounted.",
-    "moontide_pool_keys": "Keys in the store.",
-    "moontide_pool_bytes": "Memory of the pool: capacity, allocated.",
+_POLICY, _DEPLOYMENT, _POOL = ("namespace", "policy"), ("namespace", "deployment"), ("namespace", "pool")
+_CONDITION = ("kind", "namespace", "name", "type")
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "moontide_condition": ("1 where the condition is True, 0 where it is False or Unknown.", _CONDITION),
+    "moontide_policy_epoch": ("The highest epoch that was allotted.", _POLICY),
+    "moontide_policy_replicas": ("Replicas of the policy: current, closed, or other.", (*_POLICY, "state")),
+    "moontide_policy_failures": ("Replicas and stores with which the change at hand fails.", _POLICY),
+    "moontide_policy_change_age_seconds": ("Seconds since the change at hand began; 0 without one.", _POLICY),
+    "moontide_deployment_replicas": ("Replicas of the fleet: wanted, ready, current.", (*_DEPLOYMENT, "state")),
+    "moontide_deployment_closed_replicas": ("Replicas that serve nothing, by reason.", (*_DEPLOYMENT, "reason")),
+    "moontide_pool_clients": ("Clients that have memory mounted.", _POOL),
+    "moontide_pool_keys": ("Keys in the store.", _POOL),
+    "moontide_pool_bytes": ("Memory of the pool: capacity, allocated.", (*_POOL, "kind")),
 }
+"""What each gauge of a resource says, and its labels."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,11 @@ class _Resources(Collector):
                 found["moontide_policy_change_age_seconds"].append(
                     Sample("moontide_policy_change_age_seconds", labels, age)
                 )
-        for gauge, samples in found.items():
-            if samples:
-                names = list(samples[0].labels)
-                family = GaugeMetricFamily(gauge, GAUGES[gauge], labels=names)
-                for sample in samples:
-                    family.add_metric([sample.labels[label] for label in names], sample.value)
-                yield family
+        for gauge, (text, names) in GAUGES.items():
+            family = GaugeMetricFamily(gauge, text, labels=names)
+            for sample in found[gauge]:
+                family.add_metric([sample.labels[label] for label in names], sample.value)
+            yield family
 
 
 @dataclass

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from moontide import labels
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEET: dict[str, Any] = {
@@ -100,7 +103,15 @@ def test_helm_with_crds_keeps_them_when_it_goes(kubectl: Any, helm: Helm, namesp
 
 @pytest.mark.parametrize(
     "value",
-    ["logLevel=LOUD", "defaults.engine.device=tpu", "replicas=3", "image=", "hook.port=1", "trainer.roles[0].name=x"],
+    [
+        "logLevel=LOUD",
+        "defaults.engine.device=tpu",
+        "replicas=3",
+        "image=",
+        "hook.port=1",
+        "trainer.roles[0].name=x",
+        "monitoring.podMonitors.interval=often",
+    ],
 )
 def test_helm_refuses_values_that_do_nothing(helm: Helm, value: str) -> None:
     done = helm("template", "x", str(ROOT / "charts/moontide"), "--set", value, check=False)
@@ -117,6 +128,7 @@ def test_helm_refuses_values_that_do_nothing(helm: Helm, value: str) -> None:
         ("imagePullSecrets[0].name=s", "imagePullPolicy=Never"),
         ("hook.enabled=true", "hook.tlsSecret=s"),
         ("watchNamespace=a", "hook.enabled=true"),
+        ("monitoring.dashboard.enabled=true",),
         ("trainer.roles[0].namespace=a", "trainer.roles[0].policies[0]=policy", "trainer.roles[0].fleets[0]=chat"),
     ],
 )
@@ -125,3 +137,20 @@ def test_the_api_server_takes_every_manifest(kubectl: Any, helm: Helm, values: t
     made = helm("template", "x", str(ROOT / "charts/moontide"), "-n", namespace, "--set", "crds.install=false", *sets)
     said = kubectl("apply", "--dry-run=server", "-o", "json", "-f", "-", stdin=made.stdout)
     assert json.loads(said)["items"]
+
+
+def test_monitors_find_the_pods_that_there_are(helm: Helm) -> None:
+    sets = [part for kind in ("podMonitors", "rules") for part in ("--set", f"monitoring.{kind}.enabled=true")]
+    made = helm("template", "moontide", str(ROOT / "charts/moontide"), "-n", "ours", *sets, "--set", "watchNamespace=a")
+    found = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(made.stdout) if each}
+    engines = found["PodMonitor", "moontide-operator-engines"]["spec"]
+    selector = engines["selector"]["matchLabels"]
+    assert selector.items() <= labels.engine_labels("chat").items()
+    assert engines["namespaceSelector"] == {"matchNames": ["a"]}
+    template = found["Deployment", "moontide-operator"]["spec"]["template"]
+    operator = found["PodMonitor", "moontide-operator"]["spec"]
+    assert operator["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+    assert {each["port"] for each in operator["podMetricsEndpoints"]} <= ports
+    alerts = yaml.safe_load((ROOT / "charts/moontide/files/alerts.yaml").read_text())
+    assert found["PrometheusRule", "moontide-operator"]["spec"] == alerts
