@@ -39,7 +39,7 @@ class _Loop:
     running_since: float | None = None
     woken_since: float | None = None
     """When it was first woken, since its last run began."""
-    due: float = 0.0
+    due: float = field(kw_only=True)
 
 
 Reconcile = Callable[[Key], Awaitable[float]]
@@ -94,7 +94,8 @@ class Loops:
         if loop is None:
             wake = asyncio.Event()
             wake.set()
-            self._loops[key] = _Loop(task=self._spawn(key), wake=wake, woken_since=self._clock())
+            now = self._clock()
+            self._loops[key] = _Loop(task=self._spawn(key), wake=wake, woken_since=now, due=now)
         else:
             loop.retiring = False
             self._wake(loop)

@@ -30,6 +30,7 @@ from moontide.api.v1alpha1 import (
     PolicyVersionStatus,
 )
 from moontide.errors import InvalidSpec, Retry
+from moontide.kube.applying import APPLY, readable_as_yaml
 from moontide.kube.errors import mapped
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL, Kind
 
@@ -37,7 +38,6 @@ T = TypeVar("T", bound=Api)
 M = TypeVar("M", bound=Api)
 
 MANAGER = "moontide"
-APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 REQUEST_SECONDS = 15.0
 LISTS_AT_ONCE = 8
@@ -110,7 +110,9 @@ class GuardedClient(k8s.ApiClient):
     """An API client that calls ``allow`` right before each request that may write."""
 
     def __init__(self, allow: Callable[[], object]) -> None:
-        super().__init__()
+        configuration = k8s.Configuration.get_default_copy()
+        configuration.client_session_kwargs = {"middlewares": (readable_as_yaml,)}
+        super().__init__(configuration)
         self._allow = allow
 
     async def call_api(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -61,6 +61,12 @@ async def test_start_runs_once_then_rests(make: Make) -> None:
     assert loops.keys() == [KEY]
 
 
+async def test_a_loop_that_has_not_begun_is_not_stuck(make: Make) -> None:
+    loops = make(Recorder(), stuck=5.0)
+    loops.start(KEY)
+    assert loops.stuck() == []
+
+
 async def test_wake_runs_again_and_a_burst_runs_once(make: Make) -> None:
     seen = Recorder()
     loops = make(seen, gap=0.2)

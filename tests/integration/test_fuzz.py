@@ -1,0 +1,233 @@
+"""Thousands of specs that nobody would write, against a real API server and an operator at work beside a real change.
+
+What the API server takes must reach a status; what it refuses must be refused in a sentence; the operator must neither
+crash nor log an error; and a fleet that serves in the same namespace must not notice. `make fuzz` runs many more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.integration.stage import PLURALS, RESOLVING, ROOT, Stage
+from tests.integration.wild import HOSTILE, bodies, put
+
+COUNT = int(os.environ.get("MOONTIDE_FUZZ", "200"))
+SEED = int(os.environ.get("MOONTIDE_FUZZ_SEED", "1"))
+BATCH = 100
+API = "moontide.dev/v1alpha1"
+
+
+def _base(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": API, "kind": kind, "metadata": {"name": "x"}, "spec": spec}
+
+
+MODEL = {"source": "pvc://weights/a", "servedName": "tiny", "version": "1"}
+BASES = (
+    _base("KVCachePool", {}),
+    _base("PolicyVersion", {"version": 7}),
+    _base("InferenceDeployment", {"model": MODEL}),
+    _base(
+        "InferenceDeployment", {"model": MODEL, "kvCache": {"poolRef": {"name": "kv"}}, "policyRef": {"name": "calm"}}
+    ),
+    _base("InferenceDeployment", {"endpoints": {"urls": []}, "policyRef": {"name": "other"}}),
+)
+SCHEMAS = {
+    crd["spec"]["names"]["kind"]: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for crd in (yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml")))
+}
+
+
+@dataclass
+class Tally:
+    """What became of the inputs."""
+
+    sent: int = 0
+    admitted: int = 0
+    changed: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+
+    def line(self) -> str:
+        """For people."""
+        worst = max(self.refusals, key=len, default="")
+        often = "".join(f"\n{count:6} {text[:150]}" for text, count in self.refusals.most_common(5))
+        return (
+            f"fuzz: {self.sent} inputs (seed {SEED}), {self.admitted} admitted and reconciled "
+            f"({dict(self.kinds)}), {self.changed} of them changed to something wild; "
+            f"{len(self.refusals)} different refusals, the longest {len(worst)} characters; the most frequent:{often}"
+        )
+
+
+@pytest.fixture(name="calm", scope="module")
+def _calm(make_stage: Any) -> Iterator[tuple[Stage, Any]]:
+    """A fleet that serves, and its operator."""
+    with make_stage() as (stage, make):
+        # A machine that is busy for seconds is no subject here.
+        operator = make("operator", {"MOONTIDE_LEASE_SECONDS": "120"}, RESOLVING.format(services=stage.services))
+        operator.start()
+        stage.pool()
+        stage.fleet("calm", fences=True)
+        stage.wait_current("calm", 1)
+        yield stage, operator
+
+
+def inputs(count: int) -> list[dict[str, Any]]:
+    """That many objects."""
+    found: list[dict[str, Any]] = []
+
+    @seed(SEED)
+    @settings(
+        max_examples=count,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(bodies(SCHEMAS, BASES))
+    def draw(body: dict[str, Any]) -> None:
+        found.append(body)
+
+    draw()
+    return found
+
+
+def horrors() -> Iterator[dict[str, Any]]:
+    """Made by hand."""
+    fleet = BASES[2]
+    for text in HOSTILE:
+        yield put(fleet, ("spec", "engine", "args"), [text])
+        yield put(fleet, ("spec", "engine", "env"), [{"name": text, "value": text}])
+        yield put(fleet, ("spec", "model", "source"), text)
+        yield put(fleet, ("spec", "model", "servedName"), text)
+        yield put(BASES[1], ("spec", "version"), text)
+        yield put(BASES[0], ("spec", "memory", "perReplica"), text)
+    yield put(fleet, ("spec", "engine", "args"), [f"--x{i}={'y' * 1500}" for i in range(128)])
+    yield put(fleet, ("spec", "engine", "env"), [{"name": f"V{i}", "value": "z" * 30_000} for i in range(7)])
+    yield put(fleet, ("metadata", "annotations"), {"big": "b" * 200_000})
+    yield put(fleet, ("spec", "resources"), {"limits": {"cpu": "NaN"}})
+    yield put(fleet, ("spec", "resources"), {"limits": {"cpu": 1}, "requests": {"cpu": 2}})
+    yield put(fleet, ("spec", "resources"), {"limits": {"memory": "999999999Ti"}})
+
+
+def said(refusal: str) -> str:
+    """The message of the API server's refusal, without names and values of this input."""
+    found = re.search(r'"message":"((?:[^"\\]|\\.)*)"', refusal)
+    assert found is not None, refusal
+    return json.loads(f'"{found[1]}"')  # type: ignore[no-any-return]
+
+
+def sentence(text: str) -> bool:
+    """Whether it says something to a person: several words, and no trace of a program."""
+    return len(text.split()) >= 4 and "Traceback" not in text and "0x" not in text
+
+
+class Fuzz:
+    """One run."""
+
+    def __init__(self, stage: Stage, operator: Any) -> None:
+        self.stage = stage
+        self.operator = operator
+        self.names = 0
+        self.tally = Tally()
+
+    def post(self, body: dict[str, Any]) -> str | None:
+        """Create it. Returns its name if the API server took it."""
+        self.tally.sent += 1
+        path = self.stage.path(body["kind"]) + "?fieldValidation=Strict"
+        try:
+            made = self.stage.api("POST", path, body)
+        except AssertionError as error:
+            self.refused(str(error))
+            return None
+        self.tally.admitted += 1
+        self.tally.kinds[body["kind"]] += 1
+        return str(made["metadata"]["name"])
+
+    def refused(self, error: str) -> None:
+        text = said(error)
+        assert sentence(text), text
+        self.tally.refusals[re.sub(r'"[^"]*"', '""', text)[:4000]] += 1
+
+    def batch(self, some: list[dict[str, Any]]) -> None:
+        """Create them, change every second one, wait until the operator has been through all, and delete them."""
+        made = []
+        for body in some:
+            self.names += 1
+            if body["metadata"]["name"] == "x":
+                # Children of a deleted object go some seconds later than it does.
+                body = put(body, ("metadata", "name"), f"w{self.names}")
+            if (name := self.post(body)) is not None:
+                made.append((body["kind"], name))
+        for (kind, name), other in zip(made[::2], some, strict=False):
+            if other["kind"] == kind:
+                try:
+                    self.stage.api("PATCH", self.stage.path(kind, name), {"spec": other["spec"]})
+                    self.tally.changed += 1
+                except AssertionError as error:
+                    self.refused(str(error))
+        ends = time.monotonic() + 180
+        while behind := self.behind(made):
+            assert time.monotonic() < ends, f"{behind}:\n{self.operator.log()[-4000:]}"
+            time.sleep(0.2)
+        for kind, name in made:
+            self.stage.api("DELETE", self.stage.path(kind, name))
+
+    def behind(self, made: list[tuple[str, str]]) -> list[str]:
+        """Objects that the operator has not said anything of since they were changed."""
+        assert self.operator.http(self.operator.liveness_port, "/healthz") == 200
+        found = []
+        for kind in PLURALS:
+            names = {name for each, name in made if each == kind}
+            for item in self.stage.api("GET", self.stage.path(kind))["items"]:
+                if item["metadata"]["name"] in names:
+                    status = item.get("status") or {}
+                    if status.get("observedGeneration") != item["metadata"]["generation"]:
+                        found.append(f"{kind}/{item['metadata']['name']}")
+        return found
+
+
+def test_wild_specs_disturb_nothing(calm: tuple[Stage, Any]) -> None:
+    stage, operator = calm
+    run = Fuzz(stage, operator)
+    before, kept = stage.double("states"), _children(stage)
+    everything = [*horrors(), *inputs(COUNT)]
+    began = time.monotonic()
+    for start in range(0, len(everything), BATCH):
+        run.batch(everything[start : start + BATCH])
+    print(f"{run.tally.line()}; {time.monotonic() - began:.0f} s")
+    assert run.tally.sent == len(everything)
+    assert run.tally.admitted >= run.tally.sent / 2
+    assert run.tally.changed > 0
+    # What served serves, untouched, and a change of its policy goes through.
+    assert stage.double("states") == before
+    assert _children(stage) == kept
+    stage.double("change", names=sorted(before), weights="2")
+    stage.ask("calm", version="2")
+    stage.wait_current("calm", 2)
+    errors = [line for line in operator.log().splitlines() if "error" in json.loads(line)]
+    assert errors == []
+
+
+def _children(stage: Stage) -> dict[str, int]:
+    """The generation of everything that the calm fleet is made of."""
+    found = {}
+    for group, plural, names in (
+        ("apis/apps/v1", "deployments", ("calm", "kv-master")),
+        ("apis/moontide.dev/v1alpha1", "inferencedeployments", ("calm",)),
+        ("apis/moontide.dev/v1alpha1", "kvcachepools", ("kv",)),
+    ):
+        for item in stage.api("GET", f"/{group}/namespaces/{stage.namespace}/{plural}")["items"]:
+            if item["metadata"]["name"] in names:
+                found[f"{plural}/{item['metadata']['name']}"] = item["metadata"]["generation"]
+    return found
