@@ -33,6 +33,7 @@ from moontide.errors import InvalidSpec, Retry
 from moontide.kube.applying import APPLY, readable_as_yaml
 from moontide.kube.errors import mapped
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL, Kind
+from moontide.resources.podtemplate import Overridden
 
 T = TypeVar("T", bound=Api)
 M = TypeVar("M", bound=Api)
@@ -296,16 +297,19 @@ class Kube:
 
     # Children --------------------------------------------------------------------------------------------------
 
-    async def apply(self, *children: Child) -> None:
+    async def apply(self, *children: Child | Overridden) -> None:
         """Server-side apply of ``children`` in order; the controller reference of each names its owner.
 
         Raises ``InvalidSpec("NameTaken")`` when an object of that kind and name exists that this owner does not
         control: it is left as it is. All but Secrets are checked before the first is applied.
         """
-        for child in children:
+        bodies: list[tuple[Child, Any]] = [
+            (each.child, each.body) if isinstance(each, Overridden) else (each, each) for each in children
+        ]
+        for child, _ in bodies:
             if not isinstance(child, k8s.V1Secret):
                 await self._check_owner(child)
-        for child in children:
+        for child, body in bodies:
             name, namespace, _ = _identity(child)
             what = f"apply {child.kind} {namespace}/{name}"
             if isinstance(child, k8s.V1Secret) and await self._created_secret(child, what):
@@ -314,8 +318,9 @@ class Kube:
                 await self._patcher(child)(
                     name,
                     namespace,
-                    child,
+                    body,
                     field_manager=MANAGER,
+                    field_validation="Strict",
                     force=True,
                     _content_type=APPLY,
                     _request_timeout=REQUEST_SECONDS,

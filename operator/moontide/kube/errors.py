@@ -17,6 +17,10 @@ FORBIDDEN_SECONDS = 5.0
 """An API server that has just started forbids for a moment what it will allow."""
 
 
+_NO_SUCH_FIELD = "failed to create typed patch object"
+"""How server-side apply refuses an unknown field or a wrong type; it answers 500, and for ever."""
+
+
 def message_of(error: ApiException) -> str:
     """The sentence of the API server's Status object, or the HTTP reason where there is none."""
     try:
@@ -35,7 +39,8 @@ def _retry_after(error: ApiException) -> float:
 def mapped(what: str) -> Iterator[None]:
     """Turn a failed request into :class:`Retry` or :class:`InvalidSpec`; ``what`` begins the reason.
 
-    400 and 422 mean that the spec asks for an object the API server does not take: waiting does not help.
+    400 and 422 mean that the spec asks for an object the API server does not take: waiting does not help. So does 500
+    for a patch that is no object of its kind.
     Everything else may pass: 409 after a second, 429 after what the server asks, 401 and 403 after a
     few seconds (a quota, a namespace that is being deleted, missing rights), server and connection errors soon.
     """
@@ -43,7 +48,7 @@ def mapped(what: str) -> Iterator[None]:
         yield
     except ApiException as error:
         reason = f"{what}: {error.status} {message_of(error)}"
-        if error.status in (400, 422):
+        if error.status in (400, 422) or (error.status == 500 and _NO_SUCH_FIELD in reason):
             raise InvalidSpec("RefusedByApiServer", reason) from error
         if error.status == 409:
             raise Retry(CONFLICT_SECONDS, reason) from error

@@ -22,8 +22,10 @@ from moontide.reconcile import adopted
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
+from moontide.reconcile.overrides import overridden
 from moontide.reconcile.policyversion import UNMANAGED_EPOCH, reconcile_unmanaged
-from moontide.resources import engine
+from moontide.resources import engine, podtemplate
+from moontide.resources.podtemplate import Overridden
 from moontide.status import Verdict, merge
 
 SETTLING_SECONDS = 2.0
@@ -134,14 +136,15 @@ async def policy_of(ctx: Context, resource: Resource[InferenceDeployment]) -> Ar
 
 def children(
     ctx: Context, resource: Resource[InferenceDeployment], pool: Resource[KVCachePool] | None
-) -> tuple[Child, ...]:
+) -> tuple[Child | Overridden, ...]:
     """The fleet's children, in the order in which they are applied. Engines of others have no Deployment and no Service
     of ours; who launches them takes the token and the store's configuration from here.
 
-    Raises :class:`InvalidSpec` for a pool whose sizes are no amounts of memory, and for a release that has no image.
+    Raises :class:`InvalidSpec` for a pool whose sizes are no amounts of memory, for a release that has no image, and
+    for a podTemplate that changes what is Moontide's.
     """
     meta, spec, owner = resource.meta, resource.model.spec, resource.owner_reference()
-    made: list[Child] = [engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid))]
+    made: list[Child | Overridden] = [engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid))]
     if spec.endpoints is None:
         made.append(engine.service(meta.name, meta.namespace, owner))
     mooncake = None
@@ -157,18 +160,17 @@ def children(
         image = engine.image(spec, ctx.config.engine_image, ctx.config.engine_version)
     except ValueError as error:
         raise InvalidSpec("VersionHasNoImage", f"{error}") from error
-    made.append(
-        engine.deployment(
-            meta.name,
-            meta.namespace,
-            owner,
-            spec,
-            engine_image=image,
-            default_device=ctx.config.engine_device,
-            mooncake=mooncake,
-            memo=engine.memo_seconds(pool.model.spec) if pool is not None else None,
-        )
+    deployment = engine.deployment(
+        meta.name,
+        meta.namespace,
+        owner,
+        spec,
+        engine_image=image,
+        default_device=ctx.config.engine_device,
+        mooncake=mooncake,
+        memo=engine.memo_seconds(pool.model.spec) if pool is not None else None,
     )
+    made.append(overridden(deployment, spec.pod_template, podtemplate.ENGINE))
     return tuple(made)
 
 

@@ -11,11 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from moontide import naming, status
 from moontide.api.v1alpha1 import KVCachePool, KVCachePoolStatus
 from moontide.errors import InvalidSpec, Retry
-from moontide.kube.client import Resource
+from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import POOL
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
-from moontide.resources import store
+from moontide.reconcile.overrides import overridden
+from moontide.resources import podtemplate, store
+from moontide.resources.podtemplate import Overridden
 
 MASTER_SECONDS = 2.0
 """A master that serves answers in milliseconds; one that needs longer does not serve engines either."""
@@ -119,13 +121,20 @@ async def _apply(ctx: Context, pool: Resource[KVCachePool]) -> tuple[status.Verd
     return None
 
 
-def children(ctx: Context, pool: Resource[KVCachePool]) -> tuple[k8s.V1Secret, k8s.V1Service, k8s.V1Deployment]:
-    """The pool's children, in the order in which they are applied."""
+def children(ctx: Context, pool: Resource[KVCachePool]) -> tuple[Child | Overridden, ...]:
+    """The pool's children, in the order in which they are applied.
+
+    Raises :class:`InvalidSpec` for a podTemplate that changes what is Moontide's.
+    """
     name, namespace, owner = pool.meta.name, pool.meta.namespace, pool.owner_reference()
     return (
         store.secret(name, namespace, owner, ctx.tokens.derive(pool.meta.uid)),
         store.service(name, namespace, owner),
-        store.deployment(name, namespace, owner, pool.model.spec, ctx.config.mooncake_image),
+        overridden(
+            store.deployment(name, namespace, owner, pool.model.spec, ctx.config.mooncake_image),
+            pool.model.spec.pod_template,
+            podtemplate.MASTER,
+        ),
     )
 
 

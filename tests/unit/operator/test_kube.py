@@ -67,6 +67,13 @@ def test_no_answer_is_retried(error: Exception) -> None:
         raise error
 
 
+def test_a_patch_that_is_no_object_of_its_kind_is_an_invalid_spec() -> None:
+    said = "failed to create typed patch object (ns/a; apps/v1, Kind=Deployment): .spec.x: field not declared in schema"
+    with pytest.raises(InvalidSpec, match="field not declared") as caught:
+        _raise(500, {"message": said})
+    assert caught.value.reason == "RefusedByApiServer"
+
+
 def test_other_faults_pass_through() -> None:
     with pytest.raises(KeyError), mapped("x"):
         raise KeyError("bug")

@@ -17,6 +17,7 @@ from moontide.api.v1alpha1.common import (
     rule,
     validations,
 )
+from moontide.api.v1alpha1.podtemplate import ENGINE_CONTAINERS, PodTemplate, template_rules
 
 MANAGED_FLAGS = (
     "--model",
@@ -167,7 +168,14 @@ _pods_only = (
     "!has(self.resources) && self.replicas == 1 && self.sharedMemory == '1Gi' && !has(self.engine.image) && "
     "!has(self.engine.device) && !has(self.engine.version) && "
     "self.engine.patches == 'Require' && self.engine.args.size() == 0 && self.engine.env.size() == 0 && "
-    "self.rollout.maxSurge == 0 && self.rollout.maxUnavailable == 1 && self.rollout.drainSeconds == 30"
+    "self.rollout.maxSurge == 0 && self.rollout.maxUnavailable == 1 && self.rollout.drainSeconds == 30 && "
+    "!has(self.podTemplate)"
+)
+_template_rules = template_rules(
+    ENGINE_CONTAINERS,
+    (*MANAGED_ENV, "VLLM_SERVER_DEV_MODE"),
+    ("admin-token", "models", "mooncake", "shm"),
+    "write spec.sharedMemory for the size of /dev/shm, and spec.model.source for weights",
 )
 
 
@@ -183,8 +191,8 @@ class InferenceDeploymentSpec(Api):
             ),
             rule(
                 f"!has(self.endpoints) || ({_pods_only})",
-                "spec.engine, replicas, resources, sharedMemory and rollout are of pods, and spec.endpoints makes "
-                "none: remove them, and write one URL a replica",
+                "spec.engine, replicas, resources, sharedMemory, rollout and podTemplate are of pods, and "
+                "spec.endpoints makes none: remove them, and write one URL a replica",
             ),
             rule(
                 "has(self.endpoints) == has(oldSelf.endpoints)",
@@ -205,6 +213,8 @@ class InferenceDeploymentSpec(Api):
     policy_ref: PolicyRef | None = None
     """The PolicyVersion this fleet follows; without it epoch 0 holds for ever."""
     rollout: Annotated[Rollout, Field(default_factory=Rollout)]
+    pod_template: Annotated[PodTemplate | None, Field(json_schema_extra=_template_rules)] = None
+    """What should differ in the engines' pods: merged over what Moontide makes."""
     endpoints: Endpoints | None = None
     """Engines that others launch, in place of pods."""
 

@@ -7,6 +7,11 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from moontide.api.v1alpha1.common import Api, Conditions, Quantity, ResourceRequirements, rule, validations
+from moontide.api.v1alpha1.podtemplate import MASTER_CONTAINERS, PodTemplate, template_rules
+
+_template_rules = template_rules(
+    MASTER_CONTAINERS, ("MC_RPC_CONNECT_TIMEOUT_MS", "MC_RPC_TIMEOUT_MS"), ("wiper-token",), "the token is the wiper's"
+)
 
 
 class Master(Api):
@@ -46,6 +51,8 @@ class KVCachePoolSpec(Api):
 
     master: Annotated[Master, Field(default_factory=Master)]
     memory: Annotated[Memory, Field(default_factory=Memory)]
+    pod_template: Annotated[PodTemplate | None, Field(json_schema_extra=_template_rules)] = None
+    """What should differ in the master's pod: merged over what Moontide makes."""
 
 
 class KVCachePoolStatus(Api):

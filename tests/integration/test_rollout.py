@@ -1,0 +1,230 @@
+"""Rollouts and pod shape against a real API server and its controllers: overrides, stalls, autoscaling."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+API = "moontide.dev/v1alpha1"
+MODEL = {"source": "pvc://weights/a", "servedName": "tiny", "version": "7"}
+
+
+def _pool(namespace: str, **spec: Any) -> dict[str, Any]:
+    metadata = {"name": "kv", "namespace": namespace}
+    return {"apiVersion": API, "kind": "KVCachePool", "metadata": metadata, "spec": spec}
+
+
+def _fleet(namespace: str, name: str = "chat", **spec: Any) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": namespace}
+    return {"apiVersion": API, "kind": "InferenceDeployment", "metadata": metadata, "spec": {"model": MODEL, **spec}}
+
+
+def _container(name: str, **fields: Any) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": name, **fields}]}}
+
+
+ENGINE_REFUSED = [
+    ({"metadata": {"labels": {"moontide.dev/deployment": "x"}}}, "podTemplate.metadata.labels holds a key"),
+    ({"metadata": {"labels": {"app.kubernetes.io/component": "x"}}}, "podTemplate.metadata.labels holds a key"),
+    ({"metadata": {"annotations": {"moontide.dev/config-hash": "x"}}}, "podTemplate.metadata.annotations holds a key"),
+    ({"spec": {"terminationGracePeriodSeconds": 1}}, "write spec.rollout.drainSeconds"),
+    ({"spec": {"enableServiceLinks": True}}, "podTemplate.spec holds a field that Moontide sets itself"),
+    ({"spec": {"restartPolicy": "Never"}}, "podTemplate.spec holds a field that Moontide sets itself"),
+    ({"spec": {"volumes": [{"name": "shm", "emptyDir": {}}]}}, "write spec.sharedMemory"),
+    ({"spec": {"volumes": [{"emptyDir": {}}]}}, "spec.podTemplate.spec.volumes[0].name"),
+    (_container("engine", image="x"), "image: write spec.engine.image"),
+    (_container("engine", command=["x"]), "command: write spec.engine.args"),
+    (_container("engine", resources={"limits": {"cpu": 1}}), "resources: write spec.resources"),
+    (_container("engine", readinessProbe={"httpGet": {"port": 1}}), "readinessProbe: remove it"),
+    (_container("engine", envFrom=[{"secretRef": {"name": "x"}}]), "write env with valueFrom"),
+    (_container("engine", env=[{"name": "VLLM_PLUGINS", "value": ""}]), "podTemplate sets a variable"),
+    (_container("engine", env=[{"name": "MOONTIDE_ENABLED", "value": "0"}]), "podTemplate sets a variable"),
+    (_container("engine", volumeMounts=[{"name": "x", "mountPath": "/etc/moontide/admin"}]), "write another mountPath"),
+    ({"spec": {f"field{number}": 1 for number in range(65)}}, "Too many"),
+    ({"unknown": 1}, 'unknown field "spec.podTemplate.unknown"'),
+]
+MASTER_REFUSED = [
+    (_container("master", image="x"), "image: write spec.master.image"),
+    (_container("wiper", command=["x"]), "container wiper that Moontide sets itself"),
+    ({"spec": {"volumes": [{"name": "wiper-token", "emptyDir": {}}]}}, "podTemplate.spec.volumes holds a volume"),
+    ({"metadata": {"labels": {"moontide.dev/pool": "x"}}}, "podTemplate.metadata.labels holds a key"),
+]
+
+
+def test_what_the_schema_can_tell_is_refused_at_admission(kubectl: Any) -> None:
+    cases = [(_fleet("default", podTemplate=over), said) for over, said in ENGINE_REFUSED]
+    cases += [(_pool("default", podTemplate=over), said) for over, said in MASTER_REFUSED]
+    missed = {said: told for body, said in cases if said not in (told := kubectl.refusal(body))}
+    assert missed == {}
+
+
+def test_overrides_reach_the_pods_and_can_be_taken_back(
+    kubectl: Any, operator: Any, namespace: str, wait_for: Any
+) -> None:
+    over: dict[str, Any] = {
+        "metadata": {"labels": {"team": "rl"}, "annotations": {"note": "x"}},
+        "spec": {
+            "nodeSelector": {"gpu": "h100"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            "topologySpreadConstraints": [{"topologyKey": "zone", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
+            "imagePullSecrets": [{"name": "registry"}],
+            "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["hub"]}],
+            "runtimeClassName": "nvidia",
+            "containers": [
+                {
+                    "name": "engine",
+                    "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}],
+                    "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+                },
+                {"name": "logs", "image": "logs:1"},
+            ],
+            "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+            "volumes": [{"name": "cache", "persistentVolumeClaim": {"claimName": "compiled"}}],
+        },
+    }
+    master = {"metadata": {"labels": {"team": "rl"}}, "spec": {"nodeSelector": {"cpu": "big"}}}
+    kubectl.apply(_pool(namespace, podTemplate=master), _fleet(namespace, kvCache={"poolRef": {"name": "kv"}}))
+    before = wait_for("the fleet", lambda: kubectl.get("deployment", "chat", namespace))["spec"]["template"]
+    kubectl.apply(_fleet(namespace, kvCache={"poolRef": {"name": "kv"}}, podTemplate=over))
+
+    def overridden() -> Any:
+        template = kubectl.must_get("deployment", "chat", namespace)["spec"]["template"]
+        return template if template["metadata"]["labels"].get("team") == "rl" else None
+
+    template = wait_for("the override", overridden)
+    pod = template["spec"]
+    assert template["metadata"]["labels"]["moontide.dev/deployment"] == "chat"
+    assert pod["nodeSelector"] == {"gpu": "h100"}
+    assert (pod["runtimeClassName"], pod["imagePullSecrets"]) == ("nvidia", [{"name": "registry"}])
+    assert [each["name"] for each in pod["containers"]] == ["engine", "logs"]
+    engine = pod["containers"][0]
+    assert engine["command"] == before["spec"]["containers"][0]["command"]
+    assert engine["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert volumes["cache"] == {"name": "cache", "persistentVolumeClaim": {"claimName": "compiled"}}
+    assert {"HF_TOKEN", "MOONTIDE_ENABLED"} <= {each["name"] for each in engine["env"]}
+    store = kubectl.must_get("deployment", "kv-master", namespace)["spec"]["template"]
+    assert (store["metadata"]["labels"]["team"], store["spec"]["nodeSelector"]) == ("rl", {"cpu": "big"})
+
+    kubectl.apply(_fleet(namespace, kvCache={"poolRef": {"name": "kv"}}))
+    wait_for(
+        "no trace of it is left",
+        lambda: kubectl.must_get("deployment", "chat", namespace)["spec"]["template"] == before,
+    )
+
+
+@pytest.mark.parametrize(
+    ("over", "reason", "said"),
+    [
+        ({"spec": {"nodeSelektor": {"a": "b"}}}, "RefusedByApiServer", "nodeSelektor"),
+        (_container("logs", image="x", commnd=["x"]), "RefusedByApiServer", "commnd"),
+        ({"spec": {"tolerations": {"key": "x"}}}, "RefusedByApiServer", "tolerations"),
+        (_container("logs"), "RefusedByApiServer", "image"),
+        ({"spec": {"priority": "high"}}, "RefusedByApiServer", "priority"),
+        (_container("engine", ports=[{"containerPort": 8000, "hostPort": 80}]), "PodTemplateRefused", "spec.service"),
+        ({"spec": {"topologySpreadConstraints": [{"topologyKey": "x"}]}}, "PodTemplateRefused", "whenUnsatisfiable"),
+        ({"spec": {"containers": [{"name": "engine", "$patch": "delete"}]}}, "PodTemplateRefused", "cannot be deleted"),
+    ],
+)
+def test_a_bad_override_is_told_and_changes_nothing_that_runs(
+    kubectl: Any, operator: Any, namespace: str, wait_for: Any, over: dict[str, Any], reason: str, said: str
+) -> None:
+    kubectl.apply(_fleet(namespace))
+    before = wait_for("the fleet", lambda: kubectl.get("deployment", "chat", namespace))["spec"]
+    kubectl.apply(_fleet(namespace, podTemplate=over, replicas=2))
+
+    def told() -> Any:
+        body = kubectl.must_get("ifd", "chat", namespace)
+        found = {each["type"]: each for each in body.get("status", {}).get("conditions", [])}.get("Progressing", {})
+        return found if found.get("observedGeneration") == body["metadata"]["generation"] else None
+
+    found = wait_for("a word on it", told)
+    assert (found["status"], found["reason"]) == ("False", reason), found
+    assert said in found["message"]
+    assert kubectl.must_get("deployment", "chat", namespace)["spec"] == before
+
+
+def _sorted_lists(node: Any) -> Any:
+    """Lists of maps in an order of their own: what a strategic merge puts first is no subject."""
+    if isinstance(node, dict):
+        return {key: _sorted_lists(value) for key, value in node.items()}
+    if isinstance(node, list) and all(isinstance(each, dict) for each in node):
+        return sorted((_sorted_lists(each) for each in node), key=lambda each: json.dumps(each, sort_keys=True))
+    return node
+
+
+def test_the_merge_is_kubectl_s(kubectl: Any) -> None:
+    from moontide.resources.merge import merge
+
+    template: dict[str, Any] = {
+        "metadata": {"labels": {"app": "x"}},
+        "spec": {
+            "securityContext": {"runAsUser": 1, "fsGroup": 1},
+            "containers": [
+                {
+                    "name": "engine",
+                    "image": "e",
+                    "command": ["a", "b"],
+                    "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+                    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, {"name": "tmp", "mountPath": "/cache"}],
+                    "ports": [{"name": "http", "containerPort": 8000, "protocol": "TCP"}],
+                    "securityContext": {"capabilities": {"drop": ["ALL"]}},
+                }
+            ],
+            "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory"}}],
+            "tolerations": [{"key": "old"}],
+            "imagePullSecrets": [{"name": "one"}],
+            "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["a"]}],
+        },
+    }
+    override: dict[str, Any] = {
+        "metadata": {"labels": {"team": "y"}, "annotations": {"a": "b"}},
+        "spec": {
+            "securityContext": {"fsGroup": None, "supplementalGroups": [1, 2]},
+            "containers": [
+                {
+                    "name": "engine",
+                    "command": ["c"],
+                    "env": [
+                        {"name": "A", "$patch": "delete"},
+                        {"name": "B", "value": "3"},
+                        {"name": "C", "value": "4"},
+                    ],
+                    "volumeMounts": [{"name": "big", "mountPath": "/cache", "readOnly": True}],
+                    "ports": [{"containerPort": 8000, "hostPort": 80}, {"containerPort": 9, "name": "more"}],
+                    "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+                },
+                {"name": "side", "image": "s"},
+            ],
+            "initContainers": [{"name": "first", "image": "f"}],
+            "volumes": [{"name": "big", "hostPath": {"path": "/x"}}, {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}],
+            "tolerations": [{"key": "new", "operator": "Exists"}],
+            "imagePullSecrets": [{"name": "two"}],
+            "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["b"]}, {"ip": "10.0.0.2", "hostnames": ["c"]}],
+            "nodeSelector": {"a": "b"},
+        },
+    }
+    whole = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "x"},
+        "spec": {"selector": {"matchLabels": {"app": "x"}}, "template": template},
+    }
+    # kubectl's own merge keeps an emptyDir's former keys; ours keeps of a volume what the override names. So here
+    # the override says what kubectl apply would say of the volume, too.
+    patch = copy.deepcopy(override)
+    patch["spec"]["volumes"][1]["emptyDir"]["medium"] = "Memory"
+    arguments = ("patch", "--local", "-f", "-", "--type=strategic", "-o", "json")
+    done = kubectl(*arguments, "-p", json.dumps({"spec": {"template": patch}}), stdin=json.dumps(whole))
+    theirs = json.loads(done)["spec"]["template"]
+    ours = merge(template, override)
+    for made in (theirs, ours):
+        made["metadata"].pop("creationTimestamp", None)
+        made["spec"]["containers"] = [{k: v for k, v in c.items() if v != {}} for c in made["spec"]["containers"]]
+        made["spec"]["initContainers"] = [
+            {k: v for k, v in c.items() if v != {}} for c in made["spec"]["initContainers"]
+        ]
+    assert _sorted_lists(ours) == _sorted_lists(theirs)
