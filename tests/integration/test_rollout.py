@@ -46,6 +46,11 @@ ENGINE_REFUSED = [
     ({"spec": {f"field{number}": 1 for number in range(65)}}, "Too many"),
     ({"unknown": 1}, 'unknown field "spec.podTemplate.unknown"'),
 ]
+SPEC_REFUSED = [
+    ({"service": {"type": "ExternalName"}}, "spec.service.type"),
+    ({"service": {"port": 0}}, "spec.service.port"),
+    ({"startupSeconds": 1}, "spec.startupSeconds"),
+]
 MASTER_REFUSED = [
     (_container("master", image="x"), "image: write spec.master.image"),
     (_container("wiper", command=["x"]), "container wiper that Moontide sets itself"),
@@ -56,6 +61,7 @@ MASTER_REFUSED = [
 
 def test_what_the_schema_can_tell_is_refused_at_admission(kubectl: Any) -> None:
     cases = [(_fleet("default", podTemplate=over), said) for over, said in ENGINE_REFUSED]
+    cases += [(_fleet("default", **spec), said) for spec, said in SPEC_REFUSED]
     cases += [(_pool("default", podTemplate=over), said) for over, said in MASTER_REFUSED]
     missed = {said: told for body, said in cases if said not in (told := kubectl.refusal(body))}
     assert missed == {}
@@ -145,6 +151,24 @@ def test_a_bad_override_is_told_and_changes_nothing_that_runs(
     assert (found["status"], found["reason"]) == ("False", reason), found
     assert said in found["message"]
     assert kubectl.must_get("deployment", "chat", namespace)["spec"] == before
+
+
+def test_the_service_is_what_was_asked_for_and_back(kubectl: Any, operator: Any, namespace: str, wait_for: Any) -> None:
+    def seen() -> tuple[str, int, str | None, str | None]:
+        body = kubectl.get("service", "chat", namespace)
+        endpoint = (kubectl.must_get("ifd", "chat", namespace).get("status") or {}).get("endpoint")
+        if body is None:
+            return "", 0, None, endpoint
+        spec, notes = body["spec"], body["metadata"].get("annotations", {})
+        return spec["type"], spec["ports"][0]["port"], notes.get("lb"), endpoint
+
+    kubectl.apply(_fleet(namespace, replicas=0))
+    plain = ("ClusterIP", 8000, None, f"chat.{namespace}.svc:8000")
+    wait_for("a Service", lambda: seen() == plain)
+    kubectl.apply(_fleet(namespace, replicas=0, service={"type": "NodePort", "port": 80, "annotations": {"lb": "x"}}))
+    wait_for("another one", lambda: seen() == ("NodePort", 80, "x", f"chat.{namespace}.svc:80"))
+    kubectl.apply(_fleet(namespace, replicas=0))
+    wait_for("the first again", lambda: seen() == plain)
 
 
 def _sorted_lists(node: Any) -> Any:

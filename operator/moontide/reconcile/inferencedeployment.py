@@ -146,7 +146,7 @@ def children(
     meta, spec, owner = resource.meta, resource.model.spec, resource.owner_reference()
     made: list[Child | Overridden] = [engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid))]
     if spec.endpoints is None:
-        made.append(engine.service(meta.name, meta.namespace, owner))
+        made.append(engine.service(meta.name, meta.namespace, owner, spec.service))
     mooncake = None
     if pool is not None:
         try:
@@ -262,7 +262,7 @@ def status_of(ctx: Context, resource: Resource[InferenceDeployment], seen: Seen)
         selector=labels.selector(labels.engine_labels(meta.name)) if spec.endpoints is None else None,
         version=_version(resource, policy, before),
         epoch=epoch if epoch is not None else before.epoch,
-        endpoint=f"{naming.service_host(meta.name, meta.namespace)}:{naming.INFERENCE_PORT}"
+        endpoint=f"{naming.service_host(meta.name, meta.namespace)}:{engine.service_port(spec.service)}"
         if spec.endpoints is None
         else None,
         pool=spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None,

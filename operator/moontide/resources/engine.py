@@ -13,6 +13,7 @@ from kubernetes.aio import client as k8s
 from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeploymentSpec, KVCachePoolSpec, quantity_bytes
 from moontide.api.v1alpha1.common import ResourceRequirements
+from moontide.api.v1alpha1.inferencedeployment import ServiceSettings
 from moontide.resources import common
 
 PRE_STOP_SECONDS = 5
@@ -20,8 +21,8 @@ PRE_STOP_SECONDS = 5
 EXIT_SECONDS = 15
 """What vLLM needs to end after its requests have ended."""
 STARTUP_PERIOD_SECONDS = 2
-STARTUP_FAILURES = 900
-PROGRESS_DEADLINE_SECONDS = STARTUP_PERIOD_SECONDS * STARTUP_FAILURES + 600
+PROGRESS_SECONDS = 600
+"""Beside the start of an engine: for a node, an image and a drain."""
 
 ADMIN_TOKEN_FOLDER = "/etc/moontide/admin"
 MOONCAKE_FOLDER = "/etc/moontide/mooncake"
@@ -39,22 +40,33 @@ def secret(name: str, namespace: str, owner: k8s.V1OwnerReference, token: str) -
     return common.token_secret(naming.admin_secret(name), namespace, owner, labels.engine_labels(name), token)
 
 
-def service(name: str, namespace: str, owner: k8s.V1OwnerReference) -> k8s.V1Service:
+def service(
+    name: str, namespace: str, owner: k8s.V1OwnerReference, settings: ServiceSettings | None = None
+) -> k8s.V1Service:
     """The fleet's inference port. The admin port is in no Service."""
     selector = labels.engine_labels(name)
+    metadata = common.metadata(name, namespace, owner, selector)
+    if settings is not None and settings.annotations:
+        metadata.annotations = dict(settings.annotations)
     return k8s.V1Service(
         api_version="v1",
         kind="Service",
-        metadata=common.metadata(name, namespace, owner, selector),
+        metadata=metadata,
         spec=k8s.V1ServiceSpec(
             selector=selector,
+            type=settings.type if settings is not None else None,
             ports=[
                 k8s.V1ServicePort(
-                    name="http", port=naming.INFERENCE_PORT, target_port=naming.INFERENCE_PORT, protocol="TCP"
+                    name="http", port=service_port(settings), target_port=naming.INFERENCE_PORT, protocol="TCP"
                 )
             ],
         ),
     )
+
+
+def service_port(settings: ServiceSettings | None) -> int:
+    """The port of the fleet's Service."""
+    return settings.port if settings is not None else naming.INFERENCE_PORT
 
 
 def mooncake_json(namespace: str, pool: str, spec: KVCachePoolSpec) -> str:
@@ -220,7 +232,7 @@ def deployment(
         spec=k8s.V1DeploymentSpec(
             replicas=spec.replicas,
             revision_history_limit=3,
-            progress_deadline_seconds=PROGRESS_DEADLINE_SECONDS,
+            progress_deadline_seconds=spec.startup_seconds + PROGRESS_SECONDS,
             strategy=k8s.V1DeploymentStrategy(
                 type="RollingUpdate",
                 rolling_update=k8s.V1RollingUpdateDeployment(
@@ -259,7 +271,11 @@ def _container(
         resources=container_resources(spec, device),
         security_context=common.container_security(),
         startup_probe=common.http_probe(
-            port, "/health", period=STARTUP_PERIOD_SECONDS, failures=STARTUP_FAILURES, timeout=5
+            port,
+            "/health",
+            period=STARTUP_PERIOD_SECONDS,
+            failures=-(-spec.startup_seconds // STARTUP_PERIOD_SECONDS),
+            timeout=5,
         ),
         readiness_probe=common.http_probe(port, "/moontide/v1/ready", period=1, failures=3, timeout=2),
         liveness_probe=common.http_probe(port, "/health", period=10, failures=3, timeout=10),

@@ -228,6 +228,29 @@ def test_probes() -> None:
     assert (live["periodSeconds"], live["failureThreshold"], live["timeoutSeconds"]) == (10, 3, 10)
 
 
+@pytest.mark.parametrize(("seconds", "failures"), [(30, 15), (31, 16), (1800, 900), (7200, 3600)])
+def test_a_slow_load_is_waited_for_and_never_meets_a_liveness_probe(seconds: int, failures: int) -> None:
+    wire = _deployment(_spec(startupSeconds=seconds))
+    startup = _container(wire)["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= seconds
+    assert startup["failureThreshold"] == failures
+    # Kubernetes begins neither of the other probes before this one has succeeded.
+    assert startup["httpGet"] == _container(wire)["livenessProbe"]["httpGet"]
+    assert wire["spec"]["progressDeadlineSeconds"] == seconds + 600
+
+
+def test_service_settings() -> None:
+    plain = _wire(engine.service("chat", "ns", OWNER))
+    assert "type" not in plain["spec"]
+    assert "annotations" not in plain["metadata"]
+    settings = _spec(service={"type": "LoadBalancer", "port": 80, "annotations": {"lb": "internal"}}).service
+    made = _wire(engine.service("chat", "ns", OWNER, settings))
+    assert made["spec"]["type"] == "LoadBalancer"
+    assert made["metadata"]["annotations"] == {"lb": "internal"}
+    assert [(each["port"], each["targetPort"]) for each in made["spec"]["ports"]] == [(80, 8000)]
+    assert made["spec"]["selector"] == LABELS
+
+
 def test_pod_security_and_volumes() -> None:
     wire = _deployment(_spec(sharedMemory="256Mi"))
     pod, container = _pod(wire), _container(wire)

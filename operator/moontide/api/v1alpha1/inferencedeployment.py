@@ -128,6 +128,18 @@ class Rollout(Api):
     """How long requests in flight may take to end after SIGTERM."""
 
 
+class ServiceSettings(Api):
+    """How clients reach the fleet's Service."""
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """The Service's port; engines listen on 8000 whatever is written here."""
+    annotations: Annotated[
+        dict[str, Annotated[str, Field(max_length=16384)]], Field(default_factory=dict, max_length=64)
+    ]
+    """For whoever makes load balancers and DNS names from Services."""
+
+
 class PolicyRef(Api):
     """Names a PolicyVersion."""
 
@@ -169,7 +181,7 @@ _pods_only = (
     "!has(self.engine.device) && !has(self.engine.version) && "
     "self.engine.patches == 'Require' && self.engine.args.size() == 0 && self.engine.env.size() == 0 && "
     "self.rollout.maxSurge == 0 && self.rollout.maxUnavailable == 1 && self.rollout.drainSeconds == 30 && "
-    "!has(self.podTemplate)"
+    "!has(self.podTemplate) && !has(self.service) && self.startupSeconds == 1800"
 )
 _template_rules = template_rules(
     ENGINE_CONTAINERS,
@@ -191,8 +203,8 @@ class InferenceDeploymentSpec(Api):
             ),
             rule(
                 f"!has(self.endpoints) || ({_pods_only})",
-                "spec.engine, replicas, resources, sharedMemory, rollout and podTemplate are of pods, and "
-                "spec.endpoints makes none: remove them, and write one URL a replica",
+                "spec.engine, replicas, resources, sharedMemory, rollout, startupSeconds, service and podTemplate "
+                "are of pods, and spec.endpoints makes none: remove them, and write one URL a replica",
             ),
             rule(
                 "has(self.endpoints) == has(oldSelf.endpoints)",
@@ -213,6 +225,11 @@ class InferenceDeploymentSpec(Api):
     policy_ref: PolicyRef | None = None
     """The PolicyVersion this fleet follows; without it epoch 0 holds for ever."""
     rollout: Annotated[Rollout, Field(default_factory=Rollout)]
+    startup_seconds: Annotated[int, Field(ge=30, le=86_400)] = 1800
+    """How long an engine may take to load its model. Until it answers, no liveness probe can end it; one that takes
+    longer is restarted."""
+    service: ServiceSettings | None = None
+    """The Service in front of the fleet; a ClusterIP on port 8000 when absent."""
     pod_template: Annotated[PodTemplate | None, Field(json_schema_extra=_template_rules)] = None
     """What should differ in the engines' pods: merged over what Moontide makes."""
     endpoints: Endpoints | None = None
