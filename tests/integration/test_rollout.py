@@ -171,6 +171,42 @@ def test_the_service_is_what_was_asked_for_and_back(kubectl: Any, operator: Any,
     wait_for("the first again", lambda: seen() == plain)
 
 
+def test_a_budget_that_lets_a_drain_go_on_and_goes_when_it_is_not_wanted(
+    kubectl: Any, operator: Any, namespace: str, wait_for: Any, condition: Any
+) -> None:
+    kubectl.apply(_fleet(namespace, replicas=2))
+    made = wait_for("a budget", lambda: kubectl.get("pdb", "chat", namespace))
+    assert (made["spec"]["maxUnavailable"], made["spec"]["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+    # The disruption controller has understood whose pods these are.
+    wait_for("a count", lambda: kubectl.must_get("pdb", "chat", namespace).get("status", {}).get("expectedPods") == 2)
+    pods = json.loads(kubectl("get", "pods", "-n", namespace, "-o", "json"))["items"]
+    name = pods[0]["metadata"]["name"]
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": namespace}}
+    kubectl(
+        "create", "--raw", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", "-f", "-", stdin=json.dumps(eviction)
+    )
+    wait_for("an engine that is not ready goes", lambda: kubectl.get("pod", name, namespace) is None)
+
+    kubectl.apply(_fleet(namespace, replicas=2, rollout={"disruptionBudget": "Off"}))
+    wait_for("no budget", lambda: kubectl.get("pdb", "chat", namespace) is None)
+    theirs = {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": "chat", "namespace": namespace},
+        "spec": {"minAvailable": 1, "selector": {"matchLabels": {"moontide.dev/deployment": "chat"}}},
+    }
+    kubectl.apply(theirs)
+    kubectl.apply(_fleet(namespace, replicas=1, rollout={"disruptionBudget": "Off"}))
+    wait_for("the next reconcile", lambda: kubectl.must_get("deployment", "chat", namespace)["spec"]["replicas"] == 1)
+    assert kubectl.must_get("pdb", "chat", namespace)["spec"]["minAvailable"] == 1
+    kubectl.apply(_fleet(namespace, replicas=1))
+    wait_for(
+        "their budget is told of, and left alone",
+        lambda: condition(kubectl.get("ifd", "chat", namespace), "Progressing") == ("False", "NameTaken"),
+    )
+    assert kubectl.must_get("pdb", "chat", namespace)["spec"]["minAvailable"] == 1
+
+
 def _sorted_lists(node: Any) -> Any:
     """Lists of maps in an order of their own: what a strategic merge puts first is no subject."""
     if isinstance(node, dict):

@@ -47,7 +47,7 @@ EVENT_WINDOW = dt.timedelta(minutes=5)
 """An Event that says the same again within this time is not written."""
 _EVENT_MEMORY = 4096
 
-Child = k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap | k8s.V1Secret
+Child = k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap | k8s.V1Secret | k8s.V1PodDisruptionBudget
 """The kinds of children that the operator applies."""
 
 
@@ -129,6 +129,7 @@ class Kube:
         self._core = k8s.CoreV1Api(api)
         self._apps = k8s.AppsV1Api(api)
         self._custom = k8s.CustomObjectsApi(api)
+        self._policy = k8s.PolicyV1Api(api)
         self._events: dict[str, tuple[dt.datetime, int]] = {}
 
     # Custom objects --------------------------------------------------------------------------------------------
@@ -357,13 +358,17 @@ class Kube:
             raise _taken(child)
         return False
 
-    async def _check_owner(self, child: k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap) -> None:
+    async def _check_owner(
+        self, child: k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap | k8s.V1PodDisruptionBudget
+    ) -> None:
         name, namespace, owner = _identity(child)
         reader: Callable[..., Awaitable[Any]]
         if isinstance(child, k8s.V1Deployment):
             reader = self._apps.read_namespaced_deployment
         elif isinstance(child, k8s.V1Service):
             reader = self._core.read_namespaced_service
+        elif isinstance(child, k8s.V1PodDisruptionBudget):
+            reader = self._policy.read_namespaced_pod_disruption_budget
         else:
             reader = self._core.read_namespaced_config_map
         with mapped(f"get {child.kind} {namespace}/{name}"):
@@ -383,6 +388,8 @@ class Kube:
             return self._core.patch_namespaced_service
         if isinstance(child, k8s.V1ConfigMap):
             return self._core.patch_namespaced_config_map
+        if isinstance(child, k8s.V1PodDisruptionBudget):
+            return self._policy.patch_namespaced_pod_disruption_budget
         return self._core.patch_namespaced_secret
 
     async def get_child_deployment(self, namespace: str, name: str) -> k8s.V1Deployment | None:
@@ -397,6 +404,28 @@ class Kube:
                     return None
                 raise
         return live
+
+    async def delete_budget(self, namespace: str, name: str, owner: str) -> bool:
+        """Delete the PodDisruptionBudget of that name if the object with uid ``owner`` controls it. Returns whether."""
+        with mapped(f"delete PodDisruptionBudget {namespace}/{name}"):
+            try:
+                live = await self._policy.read_namespaced_pod_disruption_budget(
+                    name, namespace, _request_timeout=REQUEST_SECONDS
+                )
+                references = live.metadata.owner_references if live.metadata is not None else None
+                if not any(ref.controller and ref.uid == owner for ref in references or ()):
+                    return False
+                await self._policy.delete_namespaced_pod_disruption_budget(
+                    name,
+                    namespace,
+                    body=k8s.V1DeleteOptions(preconditions=k8s.V1Preconditions(uid=live.metadata.uid)),
+                    _request_timeout=REQUEST_SECONDS,
+                )
+            except ApiException as error:
+                if error.status in (404, 409):
+                    return False
+                raise
+        return True
 
     # Pods ------------------------------------------------------------------------------------------------------
 

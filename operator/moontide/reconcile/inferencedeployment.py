@@ -24,7 +24,7 @@ from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
 from moontide.reconcile.overrides import overridden
 from moontide.reconcile.policyversion import UNMANAGED_EPOCH, reconcile_unmanaged
-from moontide.resources import engine, podtemplate
+from moontide.resources import disruption, engine, podtemplate
 from moontide.resources.podtemplate import Overridden
 from moontide.status import Verdict, merge
 
@@ -82,6 +82,8 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     if spec.kv_cache is None or around.pool is not None:
         try:
             await ctx.kube.apply(*children(ctx, resource, around.pool))
+            if spec.rollout.disruption_budget == "Off":
+                await ctx.kube.delete_budget(namespace, name, resource.meta.uid)
         except InvalidSpec as error:
             refusal = error
         except Retry as error:
@@ -171,6 +173,9 @@ def children(
         memo=engine.memo_seconds(pool.model.spec) if pool is not None else None,
     )
     made.append(overridden(deployment, spec.pod_template, podtemplate.ENGINE))
+    budget = disruption.budget(meta.name, meta.namespace, owner, spec)
+    if budget is not None:
+        made.append(budget)
     return tuple(made)
 
 

@@ -14,7 +14,7 @@ from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeploymentSpec, KVCachePoolSpec, quantity_bytes
 from moontide.api.v1alpha1.common import ResourceRequirements
 from moontide.api.v1alpha1.inferencedeployment import ServiceSettings
-from moontide.resources import common
+from moontide.resources import common, disruption
 
 PRE_STOP_SECONDS = 5
 """Between the end of the endpoint's publication and SIGTERM; kube-proxy needs about one second."""
@@ -249,6 +249,7 @@ def deployment(
                     termination_grace_period_seconds=PRE_STOP_SECONDS + spec.rollout.drain_seconds + EXIT_SECONDS,
                     containers=[_container(spec, owner.uid, engine_image, spec.engine.device or default_device, memo)],
                     volumes=_volumes(name, spec),
+                    topology_spread_constraints=disruption.spread(name, spec),
                 ),
             ),
         ),

@@ -172,6 +172,9 @@ class FakeKube:
     async def apply(self, *children: Any) -> None:
         self.applied += children
 
+    async def delete_budget(self, namespace: str, name: str, owner: str) -> bool:
+        return False
+
     async def get_child_deployment(self, namespace: str, name: str) -> None:
         return None
 

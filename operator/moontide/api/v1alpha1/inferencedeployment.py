@@ -126,6 +126,10 @@ class Rollout(Api):
     max_unavailable: Annotated[int, Field(ge=0, le=1000)] = 1
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
     """How long requests in flight may take to end after SIGTERM."""
+    disruption_budget: Literal["Managed", "Off"] = "Managed"
+    """``Managed``: a PodDisruptionBudget keeps drains of nodes from taking more engines at a time than
+    ``maxUnavailable`` (at least one). ``Off``: there is none of Moontide's, and you may write your own: a pod must be
+    in one at most."""
 
 
 class ServiceSettings(Api):
@@ -181,6 +185,7 @@ _pods_only = (
     "!has(self.engine.device) && !has(self.engine.version) && "
     "self.engine.patches == 'Require' && self.engine.args.size() == 0 && self.engine.env.size() == 0 && "
     "self.rollout.maxSurge == 0 && self.rollout.maxUnavailable == 1 && self.rollout.drainSeconds == 30 && "
+    "self.rollout.disruptionBudget == 'Managed' && !has(self.spread) && "
     "!has(self.podTemplate) && !has(self.service) && self.startupSeconds == 1800"
 )
 _template_rules = template_rules(
@@ -203,8 +208,8 @@ class InferenceDeploymentSpec(Api):
             ),
             rule(
                 f"!has(self.endpoints) || ({_pods_only})",
-                "spec.engine, replicas, resources, sharedMemory, rollout, startupSeconds, service and podTemplate "
-                "are of pods, and spec.endpoints makes none: remove them, and write one URL a replica",
+                "spec.engine, replicas, resources, sharedMemory, rollout, startupSeconds, service, spread and "
+                "podTemplate are of pods, and spec.endpoints makes none: remove them, and write one URL a replica",
             ),
             rule(
                 "has(self.endpoints) == has(oldSelf.endpoints)",
@@ -228,6 +233,10 @@ class InferenceDeploymentSpec(Api):
     startup_seconds: Annotated[int, Field(ge=30, le=86_400)] = 1800
     """How long an engine may take to load its model. Until it answers, no liveness probe can end it; one that takes
     longer is restarted."""
+    spread: Literal["Prefer", "Require"] | None = None
+    """Replicas on different nodes, within this fleet and template: ``Prefer``: where it can be had. ``Require``: nodes
+    differ by one replica at most, and a pod waits for a node that keeps it so. When absent, the scheduler's own spread
+    holds."""
     service: ServiceSettings | None = None
     """The Service in front of the fleet; a ClusterIP on port 8000 when absent."""
     pod_template: Annotated[PodTemplate | None, Field(json_schema_extra=_template_rules)] = None
