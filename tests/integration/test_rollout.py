@@ -207,6 +207,48 @@ def test_a_budget_that_lets_a_drain_go_on_and_goes_when_it_is_not_wanted(
     assert kubectl.must_get("pdb", "chat", namespace)["spec"]["minAvailable"] == 1
 
 
+def test_a_stalled_rollout_names_the_pod_and_the_reason(
+    kubectl: Any, operator: Any, namespace: str, wait_for: Any, condition: Any
+) -> None:
+    def progressing() -> tuple[str, str, str]:
+        body = kubectl.must_get("ifd", "chat", namespace)
+        for each in body.get("status", {}).get("conditions", ()):
+            if each["type"] == "Progressing":
+                return each["status"], each["reason"], each["message"]
+        return "", "", ""
+
+    def say(pod: str, **status: Any) -> None:
+        """Be the kubelet and the scheduler."""
+        patch = json.dumps({"status": status})
+        kubectl("patch", "pod", pod, "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
+
+    # A pod that cannot even be made.
+    kubectl.apply(_fleet(namespace, podTemplate={"spec": {"priorityClassName": "no-such-class"}}))
+    wait_for("FailedCreate", lambda: progressing()[1] == "Stalled" and "no-such-class" in progressing()[2])
+    kubectl.apply(_fleet(namespace))
+    pods = wait_for("a pod", lambda: json.loads(kubectl("get", "pods", "-n", namespace, "-o", "json"))["items"], 120)
+    name = pods[0]["metadata"]["name"]
+    wait_for("life goes on", lambda: progressing()[:2] == ("True", "Updating"))
+    # No node: since a minute ago, the scheduler says.
+    full = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes: no GPU left"}
+    say(name, conditions=[{**full, "lastTransitionTime": "2026-01-01T00:00:00Z"}])
+    want = ("False", "Stalled", f"pod {name}: Unschedulable: 0/1 nodes: no GPU left")
+    wait_for("Unschedulable", lambda: progressing() == want)
+    # A node, and an engine that ends again and again.
+    base = {"name": "engine", "image": "e:1", "imageID": "", "ready": False, "started": False, "restartCount": 3}
+    waits = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container"}}
+    ended = {"terminated": {"exitCode": 1, "reason": "Error", "message": "no patch set for vLLM 0.1"}}
+    scheduled = [{"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}]
+    say(name, conditions=scheduled, containerStatuses=[{**base, "state": waits, "lastState": ended}])
+    text = "container engine ended last with exit status 1: no patch set for vLLM 0.1"
+    want = ("False", "Stalled", f"pod {name}: CrashLoopBackOff: {text}")
+    wait_for("CrashLoopBackOff", lambda: progressing() == want)
+    said = json.loads(kubectl("get", "events", "-n", namespace, "-o", "json"))["items"]
+    told = [each for each in said if each["reason"] == "Stalled"]
+    assert {each["type"] for each in told} == {"Warning"}
+    assert any(f"pod {name}: Unschedulable" in each["message"] for each in told)
+
+
 def _sorted_lists(node: Any) -> Any:
     """Lists of maps in an order of their own: what a strategic merge puts first is no subject."""
     if isinstance(node, dict):

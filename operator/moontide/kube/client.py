@@ -412,13 +412,13 @@ class Kube:
                 live = await self._policy.read_namespaced_pod_disruption_budget(
                     name, namespace, _request_timeout=REQUEST_SECONDS
                 )
-                references = live.metadata.owner_references if live.metadata is not None else None
-                if not any(ref.controller and ref.uid == owner for ref in references or ()):
+                meta = live.metadata
+                if meta is None or not any(ref.controller and ref.uid == owner for ref in meta.owner_references or ()):
                     return False
                 await self._policy.delete_namespaced_pod_disruption_budget(
                     name,
                     namespace,
-                    body=k8s.V1DeleteOptions(preconditions=k8s.V1Preconditions(uid=live.metadata.uid)),
+                    body=k8s.V1DeleteOptions(preconditions=k8s.V1Preconditions(uid=meta.uid)),
                     _request_timeout=REQUEST_SECONDS,
                 )
             except ApiException as error:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
 
 from moontide.api.v1alpha1 import PolicyVersionStatus
+from moontide.planning.stall import Pod
 
 
 class StoreStatus(BaseModel):
@@ -121,6 +122,8 @@ class Replica:
     """Of an engine that others launched and the fleet adopted: it has no pod."""
     fleet_name: str = ""
     """Name of the InferenceDeployment, in ``namespace``."""
+    pod_state: Pod | None = None
+    """What scheduler and kubelet say of its pod."""
 
     @property
     def silent(self) -> bool:

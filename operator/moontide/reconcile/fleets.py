@@ -13,6 +13,7 @@ from moontide.kube.client import Meta, Resource
 from moontide.planning.model import EngineStatus, Fleet, Replica
 from moontide.reconcile import adopted
 from moontide.reconcile.context import Context
+from moontide.reconcile.stalls import facts
 
 
 def running_container(pod: k8s.V1Pod) -> str | None:
@@ -43,6 +44,7 @@ def unasked(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
         container_id=container,
         may_have_served=container is not None and container == admitted,
         terminating=metadata.deletion_timestamp is not None,
+        pod_state=facts(pod),
     )
 
 

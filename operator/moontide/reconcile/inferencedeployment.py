@@ -18,12 +18,14 @@ from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import DEPLOYMENT
 from moontide.planning.model import Fleet, Replica
+from moontide.planning.stall import Stall
 from moontide.reconcile import adopted
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
 from moontide.reconcile.overrides import overridden
 from moontide.reconcile.policyversion import UNMANAGED_EPOCH, reconcile_unmanaged
+from moontide.reconcile.stalls import stall_of
 from moontide.resources import disruption, engine, podtemplate
 from moontide.resources.podtemplate import Overridden
 from moontide.status import Verdict, merge
@@ -63,6 +65,8 @@ class Seen:
     fleet: Fleet
     refusal: InvalidSpec | None = None
     """Why the children could not be applied."""
+    stall: Stall | None = None
+    """Which pod does not come up by itself."""
 
 
 async def reconcile(ctx: Context, namespace: str, name: str) -> float:
@@ -98,11 +102,13 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
         live = await ctx.kube.get_child_deployment(namespace, name)
     else:
         await adopted.release(ctx, resource)
+    deployment, fleet = live if live is not None and _ours(live, resource) else None, await observe(ctx, resource)
     seen = Seen(
         around=around,
-        deployment=live if live is not None and _ours(live, resource) else None,
-        fleet=await observe(ctx, resource),
+        deployment=deployment,
+        fleet=fleet,
         refusal=refusal,
+        stall=stall_of(deployment, fleet.replicas, ctx.now()),
     )
     now = status_of(ctx, resource, seen)
     ctx.metrics.deployment(namespace, name, spec.wanted, now, closed_replicas(seen.fleet, seen.around))
@@ -331,15 +337,17 @@ def progressing(resource: Resource[InferenceDeployment], seen: Seen) -> Verdict:
     counts = deployment.status if deployment is not None else None
     if deployment is None or counts is None:
         return Verdict("Progressing", "True", "Updating", "the Deployment is being made")
-    said = _child_condition(deployment, "Progressing")
-    if said is not None and said.reason == "ProgressDeadlineExceeded":
-        return Verdict("Progressing", "False", said.reason, said.message or "")
     generation = deployment.metadata.generation if deployment.metadata is not None else None
     done = counts.observed_generation == generation and all(
         (count or 0) == wanted for count in (counts.replicas, counts.updated_replicas, counts.available_replicas)
     )
     if done:
         return Verdict("Progressing", "False", "Complete", "every replica has the wanted template")
+    if seen.stall is not None:
+        return Verdict("Progressing", "False", "Stalled", f"{seen.stall}")
+    said = _child_condition(deployment, "Progressing")
+    if said is not None and said.reason == "ProgressDeadlineExceeded":
+        return Verdict("Progressing", "False", said.reason, said.message or "")
     return Verdict("Progressing", "True", "Updating", "replicas are being made or replaced")
 
 

@@ -14,6 +14,7 @@ from moontide.errors import InvalidSpec
 from moontide.kube.client import Resource, parse
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL
 from moontide.planning.model import Command, EngineStatus, Fleet, LoadStatus, Replica, Step, StoreStatus, Wipe
+from moontide.planning.stall import Stall
 from moontide.reconcile import inferencedeployment as ifd
 from moontide.reconcile import kvcachepool as kvp
 from moontide.reconcile import policyversion
@@ -97,6 +98,10 @@ def test_progressing() -> None:
     assert ifd.progressing(fleet, _seen(deployment=late)).status == "True"
     stuck = k8s.V1DeploymentCondition(type="Progressing", status="False", reason="ProgressDeadlineExceeded")
     assert ifd.progressing(fleet, _seen(deployment=_child(1, conditions=[stuck]))).reason == "ProgressDeadlineExceeded"
+    stall = Stall("chat-1", "CrashLoopBackOff", "container engine ended last with exit status 1")
+    stalled = ifd.progressing(fleet, _seen(deployment=_child(1, conditions=[stuck]), stall=stall))
+    assert (stalled.status, stalled.reason, stalled.message) == ("False", "Stalled", f"{stall}")
+    assert ifd.progressing(fleet, _seen(deployment=done, stall=stall)).reason == "Complete"
     refused = ifd.progressing(fleet, _seen(deployment=done, refusal=InvalidSpec("NameTaken", "theirs")))
     assert (refused.status, refused.reason, refused.message) == ("False", "NameTaken", "theirs")
     assert ifd.progressing(_fleet_resource(**POOL_REF), _seen(deployment=done)).reason == "WaitingForPool"
