@@ -44,12 +44,18 @@ class GateMiddleware:
         self._running: set[_Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._leaving = False
         gate.listeners.append(self._on_change)
 
     @property
     def held(self) -> int:
         """Requests that wait for the gate to open."""
         return self._held
+
+    def leave(self) -> None:
+        """The process is about to end and serves for a moment yet: each answer asks its client to come back on another
+        connection, which another replica will get."""
+        self._leaving = True
 
     async def wait_idle(self, timeout: float) -> bool:
         """Wait until no request is in flight, at most ``timeout`` seconds."""
@@ -68,6 +74,7 @@ class GateMiddleware:
             # A socket outlives epochs: none of its turns could be stamped, and a barrier would wait for it for ever.
             await refuse_websocket(receive, send)
             return
+        send = self._parting(send)
         kind = classify(scope["path"], self._root_path)
         if kind is Kind.INFERENCE:
             await self.infer(scope, receive, send)
@@ -80,6 +87,14 @@ class GateMiddleware:
             await send_body(send, 200, exposition(self._gate, self), CONTENT_TYPE)
         else:
             await send_json(send, 404, {"detail": "Not Found"})
+
+    def _parting(self, send: Send) -> Send:
+        async def parting(message: Message) -> None:
+            if message["type"] == "http.response.start" and (self._leaving or self._gate.terminating):
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        return parting
 
     async def infer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one inference request through the gate."""

@@ -8,6 +8,7 @@ import importlib
 import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -30,6 +31,8 @@ ServeHttp = Callable[..., Coroutine[Any, Any, Any]]
 # Longer than clients keep an idle connection (httpx: 5 s, as uvicorn by default): the client must be the one that
 # closes, or a command that is sent at that moment is lost.
 KEEP_ALIVE_SECONDS = 75
+# How long a process that got its SIGTERM takes new requests yet, each the last of its connection.
+PARTING_SECONDS = 1.0
 # How long EngineCore may take to answer the first calls, once it has reported that it is up.
 START_TIMEOUT = 60.0
 
@@ -132,11 +135,15 @@ async def serve(original: ServeHttp, app: Any, sock: socket.socket | None, args:
 
     # vLLM drains (``--shutdown-timeout``) inside this call and serves until it is done: from here on no newcomer may
     # start, and those who wait get their answer, but what runs may finish.
-    loop = asyncio.get_running_loop()
+    # Before that it serves a moment longer, since clients keep connections: whoever uses one hears that it closes.
+    loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
     shutdown = client.shutdown
 
     def shutdown_engine(*a: Any, **k: Any) -> Any:
         with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(middleware.leave)
+            if threading.get_ident() != own_thread and not gate.terminating:
+                time.sleep(PARTING_SECONDS)
             loop.call_soon_threadsafe(gate.terminate)
         return shutdown(*a, **k)
 

@@ -441,6 +441,21 @@ async def test_termination_lets_what_runs_finish_and_answers_the_held(plane: Pla
     assert running.whole
 
 
+async def test_a_process_that_leaves_serves_on_and_closes_each_connection(plane: Plane) -> None:
+    await plane.open(1)
+
+    async def answer() -> tuple[int, bytes | None]:
+        client = plane.request()
+        await client.done()
+        return client.status, client.headers.get(b"connection")
+
+    assert await answer() == (200, None)
+    plane.middleware.leave()
+    assert await answer() == (200, b"close")
+    plane.gate.terminate()
+    assert await answer() == (503, b"close")
+
+
 async def test_a_failing_app_leaves_the_gate(plane: Plane) -> None:
     await plane.open(1)
 
