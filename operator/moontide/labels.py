@@ -24,6 +24,11 @@ def store_labels(pool: str) -> dict[str, str]:
     return {MANAGED_BY: MANAGER, COMPONENT: "store", POOL: pool}
 
 
+def store_node_labels(pool: str) -> dict[str, str]:
+    """Labels of a pool's memory nodes; also the selector of their pods."""
+    return {MANAGED_BY: MANAGER, COMPONENT: "store-node", POOL: pool}
+
+
 def selector(labels: dict[str, str]) -> str:
     """``labels`` as the string form of a label selector, keys sorted."""
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 MASTER_RPC_PORT = 50051
 MASTER_METRICS_PORT = 9003
 WIPER_PORT = 9004
+STORE_NODE_PORT = 9005
 INFERENCE_PORT = 8000
 ADMIN_PORT = 8001
 ENGINE_CONTAINER = "engine"
@@ -13,6 +14,11 @@ ENGINE_CONTAINER = "engine"
 def master(pool: str) -> str:
     """Deployment and Service of a pool's master."""
     return f"{pool}-master"
+
+
+def store_nodes(pool: str) -> str:
+    """Deployment of a pool's memory nodes."""
+    return f"{pool}-nodes"
 
 
 def wiper_secret(pool: str) -> str:

@@ -47,6 +47,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (_with(POOL, "metadata.name", "1kv"), "metadata.name becomes part of the name of a Service; write at most 56"),
     (_with(POOL, "metadata.name", "kv.a"), "metadata.name becomes part of the name of a Service; write at most 56"),
     (_with(POOL, "spec.memory.perReplica", "1Mi"), "write 16Mi or more"),
+    (_with(POOL, "spec.memory.perReplica", "0"), "nothing lends the pool any memory; write memory.storeNodes too"),
+    (
+        _with(POOL, "spec.memory", {"perReplica": "0", "storeNodes": {"segmentSize": "1Mi"}}),
+        "memory.storeNodes.segmentSize is less than Mooncake's smallest segment; write 16Mi or more",
+    ),
+    (
+        _with(POOL, "spec.memory.storeNodes", {"segmentSize": "2Gi", "resources": {"limits": {"memory": "2Gi"}}}),
+        "memory.storeNodes.resources.limits.memory is less than segmentSize plus the 256Mi",
+    ),
+    (
+        _with(POOL, "spec.memory.storeNodes", {"segmentSize": "2Gi", "resources": {"limits": {"memory": 2415919103}}}),
+        "memory.storeNodes.resources.limits.memory is less than segmentSize plus the 256Mi",
+    ),
+    (_with(POOL, "spec.memory.storeNodes", {"replicas": 0}), "spec.memory.storeNodes.replicas"),
     (_with(FLEET, "metadata.name", "f" * 64), "metadata.name becomes the name of a Service; write at most 63"),
     (_with(FLEET, "metadata.name", "my.chat"), "metadata.name becomes the name of a Service; write at most 63"),
     (_with(FLEET, "spec.model.source", "/data/weights"), "write pvc://CLAIM/FOLDER or hf://ORG/NAME"),

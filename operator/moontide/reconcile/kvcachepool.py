@@ -13,6 +13,7 @@ from moontide.api.v1alpha1 import KVCachePool, KVCachePoolStatus
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import POOL
+from moontide.reconcile import storenodes
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.overrides import overridden
@@ -106,14 +107,18 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     host = naming.service_host(naming.master(name), namespace)
     seen = await look_at_master(ctx.http, f"http://{host}:{naming.MASTER_METRICS_PORT}")
     verdict = _verdict(seen, await ctx.kube.get_child_deployment(namespace, naming.master(name)))
-    await _write(ctx, pool, _status(ctx, pool, seen, verdict, [each.meta.name for each in fleets]))
-    return SERVING_SECONDS if verdict.status == "True" else STARTING_SECONDS
+    nodes = await storenodes.look(ctx, pool)
+    await _write(ctx, pool, _status(ctx, pool, seen, verdict, [each.meta.name for each in fleets], nodes))
+    still = verdict.status == "True" and (nodes is None or not nodes.leaving)
+    return SERVING_SECONDS if still else STARTING_SECONDS
 
 
 async def _apply(ctx: Context, pool: Resource[KVCachePool]) -> tuple[status.Verdict, float] | None:
     """Apply the children. None when it is done; else what to say, and the seconds until the next try."""
     try:
-        await ctx.kube.apply(*children(ctx, pool))
+        made: list[Child] = [*children(ctx, pool)]
+        nodes = await storenodes.prepare(ctx, pool)
+        await ctx.kube.apply(*made, *([nodes] if nodes is not None else []))
     except InvalidSpec as error:
         return status.Verdict(READY, "False", error.reason, error.message), ctx.config.resync_seconds
     except Retry as error:
@@ -148,19 +153,26 @@ def _verdict(seen: MasterState, deployment: k8s.V1Deployment | None) -> status.V
 
 
 def _status(
-    ctx: Context, pool: Resource[KVCachePool], seen: MasterState, verdict: status.Verdict, fleets: list[str]
+    ctx: Context,
+    pool: Resource[KVCachePool],
+    seen: MasterState,
+    verdict: status.Verdict,
+    fleets: list[str],
+    nodes: storenodes.Nodes | None = None,
 ) -> KVCachePoolStatus:
     before = pool.model.status or KVCachePoolStatus()
     name, namespace = pool.meta.name, pool.meta.namespace
+    verdicts = [verdict, *([nodes.verdict] if nodes is not None else [])]
     return KVCachePoolStatus(
         observed_generation=pool.meta.generation,
-        conditions=status.merge(before.conditions, [verdict], pool.meta.generation, ctx.now()),
+        conditions=status.merge(before.conditions, verdicts, pool.meta.generation, ctx.now()),
         endpoint=f"{naming.service_host(naming.master(name), namespace)}:{naming.MASTER_RPC_PORT}",
         clients=seen.clients,
         keys=seen.keys,
         capacity_bytes=seen.capacity_bytes,
         allocated_bytes=seen.allocated_bytes,
         used=used(seen.allocated_bytes, seen.capacity_bytes),
+        store_nodes=nodes.status if nodes is not None else None,
         deployments=tuple(fleets[:256]),
     )
 
@@ -179,4 +191,4 @@ async def _write(ctx: Context, pool: Resource[KVCachePool], now: KVCachePoolStat
     if not await ctx.kube.apply_pool_status(pool.meta.namespace, pool.meta.name, now, uid=pool.meta.uid):
         return
     before = (pool.model.status or KVCachePoolStatus()).conditions
-    await announce(ctx, pool, before, now.conditions, expected=("MasterStarting",))
+    await announce(ctx, pool, before, now.conditions, expected=("MasterStarting", *storenodes.EXPECTED))

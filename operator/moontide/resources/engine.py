@@ -74,11 +74,13 @@ def mooncake_json(namespace: str, pool: str, spec: KVCachePoolSpec) -> str:
 
     Raises ValueError for a size that is no amount of memory.
     """
+    lent = quantity_bytes(spec.memory.per_replica)
     content = {
-        "mode": "embedded",
+        # The connector's name for an engine that lends nothing.
+        "mode": "embedded" if lent else "standalone-store",
         "metadata_server": "P2PHANDSHAKE",
         "master_server_address": (f"{naming.service_host(naming.master(pool), namespace)}:{naming.MASTER_RPC_PORT}"),
-        "global_segment_size": quantity_bytes(spec.memory.per_replica),
+        "global_segment_size": lent,
         "local_buffer_size": quantity_bytes(spec.memory.local_buffer),
         "protocol": "tcp",
         "device_name": "",

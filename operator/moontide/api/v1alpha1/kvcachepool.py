@@ -28,22 +28,64 @@ class Master(Api):
     """Fill, in percent, above which the master evicts (``-eviction_high_watermark_ratio``)."""
 
 
-class Memory(Api):
-    """The memory that attached engines lend the pool."""
+NODE_OVERHEAD = "256Mi"
+"""What a memory node needs beside its segment: about 90 MiB empty, and its buffers."""
+_NODE_NEEDS = f"quantity(self.segmentSize).add(quantity('{NODE_OVERHEAD}'))"
+
+
+class StoreNodes(Api):
+    """Pods that lend memory to the pool and do nothing else, so that keys outlive the engines that wrote them."""
 
     model_config = ConfigDict(
         json_schema_extra=validations(
             rule(
-                "quantity(self.perReplica).compareTo(quantity('16Mi')) >= 0",
-                "memory.perReplica is less than Mooncake's smallest segment; write 16Mi or more",
+                "quantity(self.segmentSize).compareTo(quantity('16Mi')) >= 0",
+                "memory.storeNodes.segmentSize is less than Mooncake's smallest segment; write 16Mi or more",
+            ),
+            rule(
+                "!has(self.resources.limits) || !('memory' in self.resources.limits) || "
+                f"quantity(string(self.resources.limits['memory'])).compareTo({_NODE_NEEDS}) >= 0",
+                "memory.storeNodes.resources.limits.memory is less than segmentSize plus the "
+                f"{NODE_OVERHEAD} that the process needs, so the pod would be killed when its segment fills; write the "
+                "sum or more, or a smaller segmentSize",
+            ),
+        )
+    )
+
+    replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    segment_size: Quantity = "4Gi"
+    """What each node lends."""
+    resources: Annotated[ResourceRequirements, Field(default_factory=ResourceRequirements)]
+    """Without a request of memory it is segmentSize and 256Mi."""
+    drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
+    """How long a node that goes may take to move its keys to others; what is left then is dropped. 0: all is."""
+
+
+class Memory(Api):
+    """The memory that is lent to the pool: by attached engines, by memory nodes, or by both."""
+
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                "quantity(self.perReplica).compareTo(quantity('16Mi')) >= 0 || "
+                "quantity(self.perReplica).compareTo(quantity('0')) == 0",
+                "memory.perReplica is less than Mooncake's smallest segment; write 16Mi or more, or 0 beside "
+                "memory.storeNodes",
+            ),
+            rule(
+                "quantity(self.perReplica).compareTo(quantity('0')) != 0 || has(self.storeNodes)",
+                "memory.perReplica is 0, so nothing lends the pool any memory; write memory.storeNodes too, or 16Mi or "
+                "more",
             ),
         )
     )
 
     per_replica: Quantity = "1Gi"
-    """What each attached engine lends."""
+    """What each worker process of an attached engine lends; 0 for nothing."""
     local_buffer: Quantity = "64Mi"
     """Transfer buffer of each client."""
+    store_nodes: StoreNodes | None = None
+    """Dedicated memory nodes."""
 
 
 class KVCachePoolSpec(Api):
@@ -53,6 +95,16 @@ class KVCachePoolSpec(Api):
     memory: Annotated[Memory, Field(default_factory=Memory)]
     pod_template: Annotated[PodTemplate | None, Field(json_schema_extra=_template_rules)] = None
     """What should differ in the master's pod: merged over what Moontide makes."""
+
+
+class StoreNodesStatus(Api):
+    """The memory nodes, counted."""
+
+    replicas: int = 0
+    ready: int = 0
+    """Those whose segment the master may fill."""
+    leaving: Annotated[tuple[str, ...], Field(max_length=16)] = ()
+    """Pods that are going, each with what becomes of its keys."""
 
 
 class KVCachePoolStatus(Api):
@@ -69,6 +121,7 @@ class KVCachePoolStatus(Api):
     allocated_bytes: int | None = None
     used: str | None = None
     """Fill for people, for example "12 %"."""
+    store_nodes: StoreNodesStatus | None = None
     deployments: Annotated[tuple[str, ...], Field(max_length=256)] = ()
     """Names of the InferenceDeployments that name this pool."""
 

@@ -1,0 +1,94 @@
+"""The memory nodes of a KVCachePool: one Deployment whose pods lend memory and do nothing else. Pure."""
+
+from __future__ import annotations
+
+from kubernetes.aio import client as k8s
+
+from moontide import labels, naming
+from moontide.api.v1alpha1 import KVCachePoolSpec, quantity_bytes
+from moontide.api.v1alpha1.common import ResourceRequirements
+from moontide.api.v1alpha1.kvcachepool import NODE_OVERHEAD, StoreNodes
+from moontide.resources import common
+
+CONTAINER = "store-node"
+EXIT_SECONDS = 20
+"""Beyond the drain: to let the end of the drain be read, to unmount, and for a master that does not answer."""
+
+
+def deployment(
+    pool: str, namespace: str, owner: k8s.V1OwnerReference, spec: KVCachePoolSpec, default_image: str
+) -> k8s.V1Deployment:
+    """The memory nodes; none of them where the spec has no ``storeNodes`` any more.
+
+    A rollout replaces one after the other, each as soon as the one before lends: keys move to those that stay.
+    Raises ValueError for a segment size that is no amount of memory.
+    """
+    nodes = spec.memory.store_nodes
+    selector = labels.store_node_labels(pool)
+    given = nodes or StoreNodes.model_validate({})
+    pod = k8s.V1PodSpec(
+        enable_service_links=False,
+        automount_service_account_token=False,
+        security_context=common.pod_security(),
+        termination_grace_period_seconds=given.drain_seconds + EXIT_SECONDS,
+        containers=[_container(pool, namespace, spec.master.image or default_image, given)],
+        volumes=[common.empty_dir("tmp")],
+    )
+    return k8s.V1Deployment(
+        api_version="apps/v1",
+        kind="Deployment",
+        metadata=common.metadata(naming.store_nodes(pool), namespace, owner, selector),
+        spec=k8s.V1DeploymentSpec(
+            replicas=nodes.replicas if nodes is not None else 0,
+            revision_history_limit=3,
+            strategy=k8s.V1DeploymentStrategy(
+                type="RollingUpdate",
+                rolling_update=k8s.V1RollingUpdateDeployment(max_surge=0, max_unavailable=1),
+            ),
+            selector=k8s.V1LabelSelector(match_labels=selector),
+            template=k8s.V1PodTemplateSpec(metadata=k8s.V1ObjectMeta(labels=selector), spec=pod),
+        ),
+    )
+
+
+def _container(pool: str, namespace: str, image: str, nodes: StoreNodes) -> k8s.V1Container:
+    master = naming.service_host(naming.master(pool), namespace)
+    port = naming.STORE_NODE_PORT
+    return k8s.V1Container(
+        name=CONTAINER,
+        image=image,
+        command=["python3", "-m", "moontide_engine.storenode"],
+        env=[
+            *common.env(
+                {
+                    "MOONTIDE_NODE_PORT": str(port),
+                    "MOONTIDE_MASTER_ADDRESS": f"{master}:{naming.MASTER_RPC_PORT}",
+                    "MOONTIDE_MASTER_METRICS": f"http://{master}:{naming.MASTER_METRICS_PORT}",
+                    "MOONTIDE_SEGMENT_BYTES": str(quantity_bytes(nodes.segment_size)),
+                    "MOONTIDE_DRAIN_SECONDS": str(nodes.drain_seconds),
+                    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
+                    "MC_RPC_TIMEOUT_MS": "2000",
+                    "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
+                    "HOME": "/tmp",
+                }
+            ),
+            common.field_env("MOONTIDE_NODE_HOST", "status.podIP"),
+        ],
+        ports=[k8s.V1ContainerPort(name="status", container_port=port, protocol="TCP")],
+        resources=common.resources(with_memory(nodes)),
+        security_context=common.container_security(),
+        readiness_probe=common.http_probe(port, "/readyz", period=1, failures=2, timeout=2),
+        # Not of the master: a node that is restarted because the master is away loses what it holds.
+        liveness_probe=common.http_probe(port, "/healthz", period=10, timeout=10, initial_delay=10),
+        volume_mounts=[k8s.V1VolumeMount(name="tmp", mount_path="/tmp")],
+    )
+
+
+def with_memory(nodes: StoreNodes) -> ResourceRequirements:
+    """The resources of one node, with a request of the memory that it lends where the spec has none: a node that the
+    scheduler takes for empty is the first to be killed."""
+    wanted = nodes.resources
+    if "memory" in wanted.requests or "memory" in wanted.limits:
+        return wanted
+    needed = quantity_bytes(nodes.segment_size) + quantity_bytes(NODE_OVERHEAD)
+    return ResourceRequirements(limits=wanted.limits, requests={**wanted.requests, "memory": str(needed)})
