@@ -320,7 +320,7 @@ def test_what_the_api_server_refuses_is_a_condition(
     )
     (message,) = [each["message"] for each in body["status"]["conditions"] if each["type"] == "Progressing"]
     assert "A=B" in message
-    kubectl.apply(_fleet(namespace, resources={"limits": {"cpu": 1, "memory": "1.5Gi"}}))
+    kubectl.apply(_fleet(namespace, resources={"limits": {"cpu": 1, "memory": "2.5Gi"}}))
     wait_for("a good spec goes on", lambda: kubectl.get("deployment", "chat", namespace))
 
 

@@ -10,6 +10,7 @@ from moontide import labels, naming
 from moontide.api.v1alpha1 import (
     ClosedReplica,
     InferenceDeployment,
+    InferenceDeploymentSpec,
     InferenceDeploymentStatus,
     KVCachePool,
     PolicyVersion,
@@ -26,7 +27,7 @@ from moontide.reconcile.fleets import observe
 from moontide.reconcile.overrides import overridden
 from moontide.reconcile.policyversion import UNMANAGED_EPOCH, reconcile_unmanaged
 from moontide.reconcile.stalls import stall_of
-from moontide.resources import disruption, engine, podtemplate
+from moontide.resources import disruption, engine, memory, podtemplate
 from moontide.resources.podtemplate import Overridden
 from moontide.status import Verdict, merge
 
@@ -148,8 +149,8 @@ def children(
     """The fleet's children, in the order in which they are applied. Engines of others have no Deployment and no Service
     of ours; who launches them takes the token and the store's configuration from here.
 
-    Raises :class:`InvalidSpec` for a pool whose sizes are no amounts of memory, for a release that has no image, and
-    for a podTemplate that changes what is Moontide's.
+    Raises :class:`InvalidSpec` for a pool whose sizes are no amounts of memory, for a release that has no image,
+    for a podTemplate that changes what is Moontide's, or for pods that would be killed for their memory.
     """
     meta, spec, owner = resource.meta, resource.model.spec, resource.owner_reference()
     made: list[Child | Overridden] = [engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid))]
@@ -168,6 +169,7 @@ def children(
         image = engine.image(spec, ctx.config.engine_image, ctx.config.engine_version)
     except ValueError as error:
         raise InvalidSpec("VersionHasNoImage", f"{error}") from error
+    _check_memory(ctx, spec, pool)
     deployment = engine.deployment(
         meta.name,
         meta.namespace,
@@ -183,6 +185,17 @@ def children(
     if budget is not None:
         made.append(budget)
     return tuple(made)
+
+
+def _check_memory(ctx: Context, spec: InferenceDeploymentSpec, pool: Resource[KVCachePool] | None) -> None:
+    """Raises :class:`InvalidSpec` where every pod would be killed for its memory."""
+    device = spec.engine.device or ctx.config.engine_device
+    try:
+        problem = memory.too_small(spec, pool.model.spec if pool is not None else None, device)
+    except ValueError as error:
+        raise InvalidSpec("SizeInvalid", str(error)) from error
+    if problem is not None:
+        raise InvalidSpec("MemoryTooSmall", problem)
 
 
 def _ours(live: k8s.V1Deployment, resource: Resource[InferenceDeployment]) -> bool:
