@@ -54,6 +54,9 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "moontide_pool_clients": ("Clients that have memory mounted.", _POOL),
     "moontide_pool_keys": ("Keys in the store.", _POOL),
     "moontide_pool_bytes": ("Memory of the pool: capacity, allocated.", (*_POOL, "kind")),
+    "moontide_pool_segments": ("Segments that clients have mounted.", _POOL),
+    "moontide_pool_evicted_keys": ("Keys evicted since the master started.", _POOL),
+    "moontide_pool_master_restarts": ("Restarts of the master that were seen; each loses every key.", _POOL),
 }
 """What each gauge of a resource says, and its labels."""
 
@@ -238,6 +241,9 @@ class Metrics:
             ("moontide_pool_keys", labels, now.keys),
             ("moontide_pool_bytes", {**labels, "kind": "capacity"}, now.capacity_bytes),
             ("moontide_pool_bytes", {**labels, "kind": "allocated"}, now.allocated_bytes),
+            ("moontide_pool_segments", labels, now.segments),
+            ("moontide_pool_evicted_keys", labels, now.evicted_keys),
+            ("moontide_pool_master_restarts", labels, now.master_restarts),
         ]
         samples = [Sample(gauge, of, value) for gauge, of, value in said if value is not None]
         self._keep("KVCachePool", namespace, name, samples, now.conditions)

@@ -28,14 +28,16 @@ async def announce(
 ) -> None:
     """Log, and leave an Event for, each condition of ``now`` whose status or reason is new.
 
-    A condition that is False is a warning unless its reason is ``expected``: a part of normal life.
+    A condition that is False is a warning unless its reason is ``expected``: a part of normal life. ``Degraded`` is one
+    while it is True.
     """
     previous = {each.type: (each.status, each.reason) for each in before}
     for condition in now:
         if previous.get(condition.type) == (condition.status, condition.reason):
             continue
         text = f"{condition.type} is {condition.status}: {condition.message or condition.reason}"
-        trouble = condition.status == "False" and condition.reason not in expected
+        bad = "True" if condition.type == "Degraded" else "False"
+        trouble = condition.status == bad and condition.reason not in expected
         logger.log(
             logging.WARNING if trouble else logging.INFO,
             text,

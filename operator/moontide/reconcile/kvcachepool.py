@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from dataclasses import dataclass
 
 import httpx
@@ -9,11 +10,11 @@ from kubernetes.aio import client as k8s
 from prometheus_client.parser import text_string_to_metric_families
 
 from moontide import naming, status
-from moontide.api.v1alpha1 import KVCachePool, KVCachePoolStatus
+from moontide.api.v1alpha1 import InferenceDeployment, KVCachePool, KVCachePoolStatus
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import POOL
-from moontide.reconcile import storenodes
+from moontide.reconcile import poolhealth, storenodes
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.overrides import overridden
@@ -37,6 +38,8 @@ class MasterState:
     keys: int | None = None
     capacity_bytes: int | None = None
     allocated_bytes: int | None = None
+    segments: int | None = None
+    evicted_keys: int | None = None
 
 
 _GAUGES = {
@@ -45,6 +48,9 @@ _GAUGES = {
     "master_total_capacity_bytes": "capacity_bytes",
     "master_allocated_bytes": "allocated_bytes",
 }
+_MORE = {"master_evicted_key_count": "evicted_keys"}
+"""What the status can do without."""
+_SEGMENT = "segment_total_capacity_bytes"
 
 
 async def look_at_master(http: httpx.AsyncClient, base: str) -> MasterState:
@@ -74,16 +80,20 @@ async def look_at_master(http: httpx.AsyncClient, base: str) -> MasterState:
         keys=found["keys"],
         capacity_bytes=found["capacity_bytes"],
         allocated_bytes=found["allocated_bytes"],
+        segments=found.get("segments"),
+        evicted_keys=found.get("evicted_keys"),
     )
 
 
 def parse_gauges(text: str) -> dict[str, int]:
     """The gauges of a pool's status in the master's metrics. Raises ValueError for text that is no metrics page."""
-    found = {}
+    wanted, found = {**_GAUGES, **_MORE}, {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name in _GAUGES:
-                found[_GAUGES[sample.name]] = int(sample.value)
+            if sample.name in wanted:
+                found[wanted[sample.name]] = int(sample.value)
+            elif sample.name == _SEGMENT:
+                found["segments"] = found.get("segments", 0) + (sample.value > 0)
     return found
 
 
@@ -101,14 +111,15 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     refusal = await _apply(ctx, pool)
     if refusal is not None:
         verdict, again = refusal
-        await _write(ctx, pool, _status(ctx, pool, MasterState(), verdict, [each.meta.name for each in fleets]))
+        await _write(ctx, pool, _status(ctx, pool, MasterState(), verdict, fleets))
         return again
 
     host = naming.service_host(naming.master(name), namespace)
     seen = await look_at_master(ctx.http, f"http://{host}:{naming.MASTER_METRICS_PORT}")
     verdict = _verdict(seen, await ctx.kube.get_child_deployment(namespace, naming.master(name)))
     nodes = await storenodes.look(ctx, pool)
-    await _write(ctx, pool, _status(ctx, pool, seen, verdict, [each.meta.name for each in fleets], nodes))
+    started = await poolhealth.master_started(ctx, pool)
+    await _write(ctx, pool, _status(ctx, pool, seen, verdict, fleets, nodes, started))
     still = verdict.status == "True" and (nodes is None or not nodes.leaving)
     return SERVING_SECONDS if still else STARTING_SECONDS
 
@@ -116,7 +127,7 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
 async def _apply(ctx: Context, pool: Resource[KVCachePool]) -> tuple[status.Verdict, float] | None:
     """Apply the children. None when it is done; else what to say, and the seconds until the next try."""
     try:
-        made: list[Child] = [*children(ctx, pool)]
+        made: list[Child | Overridden] = [*children(ctx, pool)]
         nodes = await storenodes.prepare(ctx, pool)
         await ctx.kube.apply(*made, *([nodes] if nodes is not None else []))
     except InvalidSpec as error:
@@ -157,12 +168,21 @@ def _status(
     pool: Resource[KVCachePool],
     seen: MasterState,
     verdict: status.Verdict,
-    fleets: list[str],
+    fleets: list[Resource[InferenceDeployment]],
     nodes: storenodes.Nodes | None = None,
+    started: dt.datetime | None = None,
 ) -> KVCachePoolStatus:
     before = pool.model.status or KVCachePoolStatus()
     name, namespace = pool.meta.name, pool.meta.namespace
-    verdicts = [verdict, *([nodes.verdict] if nodes is not None else [])]
+    health = poolhealth.Health(
+        segments=seen.segments,
+        keys=seen.keys,
+        allocated_bytes=seen.allocated_bytes,
+        capacity_bytes=seen.capacity_bytes,
+        nodes=nodes.lending if nodes is not None else 0,
+    )
+    judged = poolhealth.judge(ctx, pool, health, fleets, started, serving=not seen.reason and verdict.status == "True")
+    verdicts = [verdict, judged.verdict, *([nodes.verdict] if nodes is not None else [])]
     return KVCachePoolStatus(
         observed_generation=pool.meta.generation,
         conditions=status.merge(before.conditions, verdicts, pool.meta.generation, ctx.now()),
@@ -172,8 +192,12 @@ def _status(
         capacity_bytes=seen.capacity_bytes,
         allocated_bytes=seen.allocated_bytes,
         used=used(seen.allocated_bytes, seen.capacity_bytes),
+        segments=seen.segments,
+        evicted_keys=seen.evicted_keys,
+        master_started_at=judged.started_at,
+        master_restarts=judged.restarts,
         store_nodes=nodes.status if nodes is not None else None,
-        deployments=tuple(fleets[:256]),
+        deployments=tuple(each.meta.name for each in fleets[:256]),
     )
 
 
@@ -190,5 +214,6 @@ async def _write(ctx: Context, pool: Resource[KVCachePool], now: KVCachePoolStat
         return
     if not await ctx.kube.apply_pool_status(pool.meta.namespace, pool.meta.name, now, uid=pool.meta.uid):
         return
-    before = (pool.model.status or KVCachePoolStatus()).conditions
-    await announce(ctx, pool, before, now.conditions, expected=("MasterStarting", *storenodes.EXPECTED))
+    was = pool.model.status or KVCachePoolStatus()
+    await poolhealth.announce_restart(ctx, pool, was, now)
+    await announce(ctx, pool, was.conditions, now.conditions, expected=("MasterStarting", *storenodes.EXPECTED))

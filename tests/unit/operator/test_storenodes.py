@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import httpx
 import pytest
 from kubernetes.aio import client as k8s
 
 from moontide import labels
 from moontide.api.v1alpha1 import KVCachePoolSpec
-from moontide.config import Config
-from moontide.kube.client import Resource, parse
-from moontide.kube.kinds import POOL
-from moontide.kube.tokens import Tokens
-from moontide.reconcile import kvcachepool
-from moontide.reconcile.context import Context
 from moontide.resources import engine, storenodes
-
-OWNER = k8s.V1OwnerReference(
-    api_version="moontide.dev/v1alpha1", kind="KVCachePool", name="kv", uid="u-1", controller=True
-)
-MIB = 2**20
+from tests.unit.operator.poolworld import MIB, OWNER, World
 
 
 def _spec(**nodes: Any) -> KVCachePoolSpec:
@@ -81,109 +69,6 @@ def test_engines_that_lend_nothing_say_so_in_the_connectors_words() -> None:
     assert '"mode": "embedded"' in engine.mooncake_json("ns", "kv", KVCachePoolSpec())
 
 
-METRICS = """# TYPE master_active_clients gauge
-master_active_clients 2
-# TYPE master_key_count gauge
-master_key_count 40
-# TYPE master_total_capacity_bytes gauge
-master_total_capacity_bytes 1000
-# TYPE master_allocated_bytes gauge
-master_allocated_bytes 123
-"""
-
-
-class World:
-    """A pool, the Deployment of its nodes, pods, a master and the nodes' own status. Fakes, all in memory."""
-
-    def __init__(self, nodes: dict[str, Any] | None, live: int | None) -> None:
-        memory = {"perReplica": "0", "storeNodes": nodes} if nodes is not None else {}
-        self.body: dict[str, Any] = {
-            "metadata": {"name": "kv", "namespace": "ns", "uid": "u-1", "generation": 1},
-            "spec": {"memory": memory},
-            "status": {"keys": 100},
-        }
-        self.live = live
-        self.pods: list[k8s.V1Pod] = []
-        self.segments: list[dict[str, Any]] = []
-        self.drain: dict[str, Any] | None = None
-        self.said: list[tuple[str, ...]] = []
-        """Events and applies, in order."""
-        self.status: Any = None
-
-    # What a reconcile asks of the API server.
-
-    async def get_pool(self, namespace: str, name: str) -> Resource[Any]:
-        return parse(POOL, self.body)
-
-    async def list_deployments_of_pool(self, namespace: str, pool: str) -> list[Any]:
-        return []
-
-    async def get_child_deployment(self, namespace: str, name: str) -> k8s.V1Deployment | None:
-        if name != "kv-nodes" or self.live is None:
-            return None
-        return k8s.V1Deployment(
-            metadata=k8s.V1ObjectMeta(owner_references=[OWNER]),
-            spec=k8s.V1DeploymentSpec(
-                replicas=self.live,
-                selector=k8s.V1LabelSelector(),
-                template=k8s.V1PodTemplateSpec(spec=k8s.V1PodSpec(containers=[], termination_grace_period_seconds=80)),
-            ),
-            status=k8s.V1DeploymentStatus(replicas=self.live, ready_replicas=self.live),
-        )
-
-    async def list_pods(self, namespace: str, selector: str) -> list[k8s.V1Pod]:
-        assert selector == labels.selector(labels.store_node_labels("kv"))
-        return self.pods
-
-    async def apply(self, *children: Any) -> None:
-        for child in children:
-            if child.kind == "Deployment":
-                self.said.append(("apply", child.metadata.name, str(child.spec.replicas)))
-                if child.metadata.name == "kv-nodes":
-                    self.live = child.spec.replicas
-
-    async def event(self, regarding: Any, reason: str, message: str, type: str = "Normal") -> None:
-        self.said.append(("event", reason, message, type))
-
-    async def apply_pool_status(self, namespace: str, name: str, status: Any, uid: str | None = None) -> bool:
-        self.status = status
-        self.body["status"] = status.to_wire()
-        return True
-
-    # The network.
-
-    def answer(self, request: httpx.Request) -> httpx.Response:
-        if request.url.port == 9005:
-            return httpx.Response(200, json={"state": "draining", "drain": self.drain})
-        if request.url.path == "/metrics":
-            return httpx.Response(200, text=METRICS)
-        if request.url.path == "/get_segments_detail":
-            return httpx.Response(200, json={"segments": self.segments})
-        return httpx.Response(200, json={"service_ready": True})
-
-    async def reconcile(self) -> float:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(self.answer)) as http:
-            ctx = Context(
-                kube=cast("Any", self),
-                http=http,
-                tokens=Tokens(bytes(32)),
-                term=lambda: 1,
-                config=Config(),
-                now=lambda: dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
-            )
-            return await kvcachepool.reconcile(ctx, "ns", "kv")
-
-    def condition(self) -> tuple[str, str]:
-        (found,) = (each for each in self.status.conditions if each.type == "StoreNodesReady")
-        return found.status, found.reason
-
-    def pod(self, name: str, ip: str, leaving: bool = False) -> None:
-        gone = dt.datetime(2026, 1, 2, tzinfo=dt.UTC) if leaving else None
-        self.pods.append(
-            k8s.V1Pod(metadata=k8s.V1ObjectMeta(name=name, deletion_timestamp=gone), status=k8s.V1PodStatus(pod_ip=ip))
-        )
-
-
 def _segment(host: str, used: int, capacity: int) -> dict[str, Any]:
     return {
         "segment_name": f"{host}:12345",
@@ -198,14 +83,14 @@ async def test_a_pool_without_nodes_has_nothing_of_them() -> None:
     await world.reconcile()
     assert [each[1] for each in world.said if each[0] == "apply"] == ["kv-master"]
     assert world.status.store_nodes is None
-    assert [each.type for each in world.status.conditions] == ["Ready"]
+    assert [each.type for each in world.status.conditions] == ["Ready", "Degraded"]
 
 
 async def test_nodes_are_made_and_counted() -> None:
     world = World({"replicas": 2}, None)
     await world.reconcile()
     assert ("apply", "kv-nodes", "2") in world.said
-    assert world.condition() == ("True", "Lending")
+    assert world.condition("StoreNodesReady") == ("True", "Lending")
     assert (world.status.store_nodes.replicas, world.status.store_nodes.ready) == (2, 2)
 
 
@@ -231,7 +116,7 @@ async def test_removing_the_field_scales_down_and_says_so() -> None:
     await world.reconcile()
     assert ("apply", "kv-nodes", "0") in world.said
     assert any(each[:2] == ("event", "StoreNodesScaledDown") for each in world.said)
-    assert world.condition() == ("False", "Draining")
+    assert world.condition("StoreNodesReady") == ("False", "Draining")
 
 
 @pytest.mark.parametrize(("moved", "type"), [(40 * MIB, "Normal"), (10 * MIB, "Warning")])
@@ -240,7 +125,7 @@ async def test_a_node_that_goes_is_watched_to_its_end(moved: int, type: str) -> 
     world.pod("kv-nodes-a", "10.0.0.1", leaving=True)
     world.drain = {"reason": "Draining", "held_bytes": 40 * MIB, "moved_keys": 1, "moved_bytes": MIB, "ended": False}
     assert await world.reconcile() <= 1
-    assert world.condition() == ("False", "Draining")
+    assert world.condition("StoreNodesReady") == ("False", "Draining")
     assert world.status.store_nodes.leaving == ("kv-nodes-a moves its keys: 1 so far, 1 MiB of 40 MiB",)
     world.drain = {**world.drain, "reason": "TimeIsOver", "moved_bytes": moved, "ended": True}
     await world.reconcile()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from moontide.api.v1alpha1.common import Api, Conditions, Quantity, ResourceRequirements, rule, validations
+from moontide.api.v1alpha1.common import Api, Conditions, Quantity, ResourceRequirements, Timestamp, rule, validations
 from moontide.api.v1alpha1.podtemplate import MASTER_CONTAINERS, PodTemplate, template_rules
 
 _template_rules = template_rules(
@@ -121,6 +121,14 @@ class KVCachePoolStatus(Api):
     allocated_bytes: int | None = None
     used: str | None = None
     """Fill for people, for example "12 %"."""
+    segments: int | None = None
+    """Segments that clients have mounted; a client with several workers has several."""
+    evicted_keys: int | None = None
+    """Since the master started."""
+    master_started_at: Timestamp | None = None
+    """When the master that was last seen to run started."""
+    master_restarts: int | None = None
+    """How often it was seen to have restarted; each time every key was lost."""
     store_nodes: StoreNodesStatus | None = None
     deployments: Annotated[tuple[str, ...], Field(max_length=256)] = ()
     """Names of the InferenceDeployments that name this pool."""
