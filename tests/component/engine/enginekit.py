@@ -67,13 +67,22 @@ class Process:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def spawn(command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
-    """Start a command with nothing but this environment and a few basics."""
+def whole(env: Mapping[str, str]) -> dict[str, str]:
+    """It and a few basics, with this checkout's plugin.
+
+    The engine's environment is shared by all checkouts, and the plugin in it is that of the last one set up.
+    """
     basics = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    path = [env["PYTHONPATH"]] if "PYTHONPATH" in env else []
+    return {**basics, **env, "PYTHONPATH": os.pathsep.join([*path, str(ROOT / "engine_patches")])}
+
+
+def spawn(command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+    """Start a command with nothing but what :func:`whole` makes of this environment."""
     with log.open("ab") as out:
         popen = subprocess.Popen(
             list(command),
-            env={**basics, **env},
+            env=whole(env),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -134,7 +143,8 @@ class Master:
             str(Path(sys.executable).with_name("mooncake_master")),
             f"-rpc_port={self.port}",
             f"-metrics_port={self._metrics}",
-            "-client_ttl=4",
+            # A busy machine can starve it and the engines' pings for some seconds, and then their blocks would be lost.
+            "-client_ttl=15",
         ]
         self.process = spawn(command, {}, self._folder / "master.log")
         wait_for("master", lambda: (r := get(url)) is not None and r.status_code == 200, 20, self.process)

@@ -20,10 +20,7 @@ PROMPTS = tuple(f"{start} and what was written on the sand is gone " * 8 for sta
 def start(folder: Path, model: Path) -> kit.Replica:
     """An engine of two ranks without a store."""
     command = [*kit.engine_command(model, NUMBER)[:-2], "--tensor-parallel-size", "2"]
-    environment = kit.engine_environment(folder, NUMBER)
-    if "PYTHONPATH" in os.environ:
-        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
-    process = kit.spawn(command, environment, folder / f"engine-{model.parent.name}.log")
+    process = kit.spawn(command, kit.engine_environment(folder, NUMBER), folder / f"engine-{model.parent.name}.log")
     replica = kit.Replica(NUMBER, process)
     try:
         kit.wait_for("the engine", lambda: kit.get(f"{replica.inference}/health"), kit.START_SECONDS, process)

@@ -400,8 +400,7 @@ class Offline:
 
     def __init__(self, folder: Path, model: Path) -> None:
         transfer = kit.transfer_config(8, OTHER)
-        basics = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-        env = {**basics, **kit.engine_environment(folder, 8), "MOONTIDE_KEY_NAMESPACE": OTHER}
+        env = kit.whole({**kit.engine_environment(folder, 8), "MOONTIDE_KEY_NAMESPACE": OTHER})
         self._log = (folder / "offline.log").open("wb")
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("offline_engine.py")), str(model), json.dumps(transfer)],
@@ -476,7 +475,7 @@ def test_the_offline_engine_is_told_the_same_and_two_deployments_share_a_store(
         assert seconds < STORE_BOUND
     finally:
         offline.close()
-    kit.wait_for("the server's segments", lambda: len(tp2.master.segments()) == 2, 30)
+    kit.wait_for("the server's segments", lambda: len(tp2.master.segments()) == 2, 60)
 
 
 # -- data parallelism --------------------------------------------------------------------------------------------------
