@@ -21,8 +21,8 @@ test: ## every test there is: lint, unit, component, integration, end to end
 oracle: ## the long oracle: changes under faults, three replicas, every answer checked (about 40 minutes)
 	$(PYTHON) -m tests.e2e.oracle $(ARGS)
 
-test-engines: ## the component tests, with those of the scheduler on every vLLM release that the plugin knows
-	MOONTIDE_TEST_ENGINES=all python3 -m hack.test component
+test-engines: ## the component tests on every vLLM release that the plugin knows, and old engines in a cluster (50 GB)
+	MOONTIDE_TEST_ENGINES=all python3 -m hack.test component releases
 	python3 -m hack.engines check
 
 test-unit: ## the tests that need nothing but Python (seconds)

@@ -78,9 +78,10 @@ def releases() -> dict[str, Path]:
     return {release.version: _release_dir(release) for release in _releases()}
 
 
-def is_ready() -> bool:
-    """Whether the tests have all they need."""
-    return all(path.exists() for path in (dev_python(), engine_python(), *releases().values()))
+def is_ready(served: Iterable[str] = ()) -> bool:
+    """Whether the tests have all they need; ``served`` are further engines that they start."""
+    engines = map(engine_python, (None, *served))
+    return all(path.exists() for path in (dev_python(), *engines, *releases().values()))
 
 
 def packages(progress: Progress) -> None:

@@ -14,15 +14,19 @@ from pathlib import Path
 
 from hack.cluster.settings import repository_root
 from hack.setup.__main__ import main as setup
-from hack.setup.steps import dev_python, engine_python, is_ready, releases
+from hack.setup.steps import dev_python, engine_python, further_engines, is_ready, releases
 from hack.test import evidence
 
 SUITES = ("unit", "component", "integration", "e2e")
 STAGES = ("lint", *SUITES)
+# Runs only when it is named: its images are 5 GB each.
+ON_DEMAND = ("releases",)
 SELECTION = "MOONTIDE_TEST_STAGES"
 _ENGINE_FOLDER = "engine"
 # Within it; these tests need no running engine, so they run on releases that have no CPU build, too.
 _SCHEDULER_FOLDER = "scheduler"
+# Of its tests with running engines, those that `make test-engines` runs on each further engine, too.
+_SERVED = ("test_engine.py",)
 # The others are for `make test-engines`.
 SLICE = ("0.22.1", "0.33.0")
 ALL_ENGINES = "MOONTIDE_TEST_ENGINES"
@@ -66,8 +70,8 @@ class Part:
 def parts_of(stage: str) -> list[Part]:
     """The runs of a suite: the engine's tests in the engine's environment, all others in the development environment.
 
-    The scheduler's tests run once more on the Python part of the vLLM releases in :data:`SLICE`, or of all that
-    requirements/vllm-releases.txt lists.
+    The scheduler's tests run once more on the Python part of the vLLM releases in :data:`SLICE`. Asked for all engines,
+    they run on each that requirements/vllm-releases.txt lists, and those of a fleet on each that has an environment.
     """
     folder = repository_root() / "tests" / stage
     engine = folder / _ENGINE_FOLDER
@@ -76,11 +80,19 @@ def parts_of(stage: str) -> list[Part]:
         parts.append(Part("-engine", engine_python(), [str(engine)]))
     if (engine / _SCHEDULER_FOLDER).is_dir():
         for version, home in releases().items():
-            if version not in SLICE and os.environ.get(ALL_ENGINES) != "all":
+            if version not in SLICE and not served():
                 continue
             environment = {"PYTHONPATH": f"{home}{os.pathsep}{repository_root()}", "MOONTIDE_TEST_VLLM": version}
             parts.append(Part(f"-engine-{version}", engine_python(), [str(engine / _SCHEDULER_FOLDER)], environment))
+    files = [str(engine / name) for name in _SERVED if (engine / name).is_file()]
+    if files:
+        parts += [Part(f"-served-{version}", engine_python(version), files) for version in served()]
     return parts
+
+
+def served() -> tuple[str, ...]:
+    """Releases other than the engine environment's that serve in these tests: each has an environment of its own."""
+    return further_engines() if os.environ.get(ALL_ENGINES) == "all" else ()
 
 
 def read_report(path: Path, outcome: Outcome) -> None:
@@ -160,16 +172,20 @@ def _call(command: list[str], more: Mapping[str, str] | None = None) -> int:
 
 
 def selected(arguments: list[str] | None = None) -> list[str]:
-    """The stages that the command line or the environment names, in their order; all of them when neither does."""
+    """The stages that the command line or the environment names, in their order; all of STAGES when neither does."""
     parser = argparse.ArgumentParser(prog="python3 -m hack.test", description=__doc__)
     parser.add_argument(
-        "stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)} (default: ${SELECTION} or all)"
+        "stages",
+        nargs="*",
+        metavar="STAGE",
+        help=f"{', '.join(STAGES)} (default: ${SELECTION} or all of these); also {', '.join(ON_DEMAND)}",
     )
     wanted = parser.parse_args(arguments).stages or os.environ.get(SELECTION, "").replace(",", " ").split() or STAGES
-    unknown = sorted(set(wanted) - set(STAGES))
+    known = (*STAGES, *ON_DEMAND)
+    unknown = sorted(set(wanted) - set(known))
     if unknown:
         parser.error(f"no such stage: {', '.join(unknown)}")
-    return [stage for stage in STAGES if stage in wanted]
+    return [stage for stage in known if stage in wanted]
 
 
 def duration(seconds: float) -> str:
@@ -181,7 +197,8 @@ def closing(outcomes: list[Outcome], seconds: float) -> list[str]:
     """The last two lines: how many passed and failed, and how many of each suite ran."""
     counts = {outcome.stage: str(outcome.ran) for outcome in outcomes}
     passed, failed = sum(each.passed for each in outcomes), sum(each.failed for each in outcomes)
-    suites = ", ".join(f"{stage} {counts.get(stage, 'not asked for')}" for stage in SUITES)
+    named = [*SUITES, *(stage for stage in ON_DEMAND if stage in counts)]
+    suites = ", ".join(f"{stage} {counts.get(stage, 'not asked for')}" for stage in named)
     return [f"{passed} passed, {failed} failed", f"{suites}; total {passed + failed} in {duration(seconds)}"]
 
 
@@ -189,7 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
     """0 when every stage is good."""
     stages = selected(arguments)
     began = time.monotonic()
-    if not is_ready() and setup([]) != 0:
+    engines = [part for release in served() for part in ("--engine", release)]
+    if not is_ready(served()) and setup(engines) != 0:
         return 1
     reports = repository_root() / "artifacts" / "junit"
     reports.mkdir(parents=True, exist_ok=True)

@@ -60,6 +60,8 @@ def test_scheduler_tests_run_on_every_release_and_all_of_them_count(
 
     monkeypatch.setattr(runner, "_call", call)
     monkeypatch.setattr(runner, "releases", lambda: {"0.31.0": Path("/c/31"), "0.33.0": Path("/c/33")})
+    monkeypatch.setattr(runner, "further_engines", lambda: ("0.30.0",))
+    monkeypatch.setattr(runner, "engine_python", lambda release="": Path(f"/e{release}/bin/python"))
     monkeypatch.setenv("MOONTIDE_TEST_ENGINES", "all")
     outcome = runner.run_suite("component", tmp_path)
     assert runs == [
@@ -67,12 +69,27 @@ def test_scheduler_tests_run_on_every_release_and_all_of_them_count(
         ("component-engine", "", ""),
         ("component-engine-0.31.0", "0.31.0", "/c/31"),
         ("component-engine-0.33.0", "0.33.0", "/c/33"),
+        ("component-served-0.30.0", "", ""),
     ]
-    assert (outcome.passed, outcome.failed) == (3, 1)
+    assert (outcome.passed, outcome.failed) == (4, 1)
     assert outcome.problems == ["failed: a::b", "component-engine-0.33.0: pytest ended with 1"]
     assert [part.suffix for part in runner.parts_of("unit")] == ["", "-engine"]
     monkeypatch.delenv("MOONTIDE_TEST_ENGINES")
     assert [part.suffix for part in runner.parts_of("component")] == ["", "-engine", "-engine-0.33.0"]
+
+
+def test_further_engines_serve_only_when_all_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "further_engines", lambda: ("0.30.0",))
+    made: list[list[str]] = []
+    monkeypatch.setattr(runner, "is_ready", lambda served: not served)
+    monkeypatch.setattr(runner, "setup", lambda arguments: made.append(arguments) or 1)
+    monkeypatch.setattr(runner, "lint", lambda: Outcome("lint"))
+    monkeypatch.delenv("MOONTIDE_TEST_ENGINES", raising=False)
+    assert runner.main(["lint"]) == 0
+    assert made == []
+    monkeypatch.setenv("MOONTIDE_TEST_ENGINES", "all")
+    assert runner.main(["lint"]) == 1, "an environment that could not be made is no success"
+    assert made == [["--engine", "0.30.0"]]
 
 
 def test_closing_lines() -> None:
@@ -81,12 +98,13 @@ def test_closing_lines() -> None:
         "7 passed, 1 failed",
         "unit 5, component not asked for, integration not asked for, e2e 3; total 8 in 3 min 07 s",
     ]
+    assert "e2e 3, releases 2; total 10" in runner.closing([*outcomes, Outcome("releases", passed=2)], 1.0)[1]
 
 
 def test_stages_are_selected_by_argument_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(runner.SELECTION, raising=False)
     assert runner.selected([]) == list(runner.STAGES)
-    assert runner.selected(["e2e", "unit"]) == ["unit", "e2e"]
+    assert runner.selected(["releases", "e2e", "unit"]) == ["unit", "e2e", "releases"]
     monkeypatch.setenv(runner.SELECTION, "component,lint")
     assert runner.selected([]) == ["lint", "component"]
     with pytest.raises(SystemExit):
