@@ -13,6 +13,7 @@ from typing import Any
 from moontide_engine import cpu_build, settings
 from moontide_engine.patches import (
     Registry,
+    common_hit,
     exact_drain,
     gate,
     key_namespace,
@@ -42,6 +43,7 @@ PATCHES = Registry(
         reset_truth.PATCH,
         policy_epoch.PATCH,
         two_phase.PATCH,
+        common_hit.PATCH,
         resume_safety.PATCH,
         load_retry.PATCH,
         lookup_economy.PATCH,

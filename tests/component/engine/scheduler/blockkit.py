@@ -73,9 +73,9 @@ def lookup(manager: Any, request: Any) -> tuple[Any, int]:
 # -- the same for all ----------------------------------------------------------------------------------------------
 
 
-def full(blocks: int = 1) -> Any:
+def full(blocks: int = 1, heads: int = 1) -> Any:
     """Full attention. ``blocks``: block size in hashed blocks."""
-    return FullAttentionSpec(block_size=blocks * BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    return FullAttentionSpec(block_size=blocks * BLOCK, num_kv_heads=heads, head_size=8, dtype=torch.float16)
 
 
 def sliding(window: int, blocks: int = 1) -> Any:
