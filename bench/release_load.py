@@ -36,6 +36,8 @@ sys.path[:0] = [str(ROOT / "tests" / "component" / "engine")]
 import enginekit as kit  # noqa: E402
 
 MASTER, METRICS = 18180, 18181
+NUMBERS = (61, 62)
+"""Of the replicas, which name their ports: others than those of the tests."""
 CLIENTS = 4
 TURNS = 5
 LIVE = 2
@@ -143,10 +145,10 @@ def run(name: str, patched: bool, model: Path, seconds: float, folder: Path) -> 
     master.start()
     processes = []
     try:
-        for number in (1, 2):
+        for number in NUMBERS:
             log = folder / f"engine{number}.log"
             processes.append(kit.spawn(command(model, number), environment(folder, number, patched), log))
-        replicas = [kit.Replica(number, process) for number, process in enumerate(processes, 1)]
+        replicas = [kit.Replica(number, process) for number, process in zip(NUMBERS, processes, strict=True)]
         for replica in replicas:
             health = f"{replica.inference}/health"
             kit.wait_for(f"engine {replica.number}", lambda u=health: kit.get(u), kit.START_SECONDS, replica.process)
@@ -160,7 +162,7 @@ def run(name: str, patched: bool, model: Path, seconds: float, folder: Path) -> 
             prompts = load([replica.inference for replica in replicas], seconds, arm)
             arm.seconds = time.monotonic() - began
             finish(fleet, arm, prompts, patched)
-        for number, process in enumerate(processes, 1):
+        for number, process in zip(NUMBERS, processes, strict=True):
             path = folder / f"blocks{number}.json"
             arm.blocks.append(json.loads(path.read_text()) if path.exists() else {})
             if process.popen.poll() is not None or "EngineDeadError" in process.tail(2000):
