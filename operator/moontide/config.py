@@ -13,6 +13,7 @@ _OWN_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namesp
 DEFAULT_ENGINE_IMAGE = "moontide/engine:0.1.0-vllm{version}-cuda"
 DEFAULT_ENGINE_VERSION = "0.32.0"
 DEFAULT_MOONCAKE_IMAGE = "moontide/mooncake:0.1.0-mooncake0.3.13"
+DEFAULT_FETCH_IMAGE = "rclone/rclone:1.71.0"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -30,6 +31,8 @@ class Config:
     """The vLLM release of fleets that name none."""
     engine_device: Literal["cuda", "cpu"] = "cuda"
     mooncake_image: str = DEFAULT_MOONCAKE_IMAGE
+    fetch_image: str = DEFAULT_FETCH_IMAGE
+    """Fetches models from ``s3://``."""
     log_level: str = "INFO"
     liveness_port: int = 8080
     """Serves ``/healthz``."""
@@ -74,6 +77,7 @@ def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_F
         engine_version=version,
         engine_device=cast("Literal['cuda', 'cpu']", device),
         mooncake_image=environ.get("MOONTIDE_MOONCAKE_IMAGE") or default.mooncake_image,
+        fetch_image=environ.get("MOONTIDE_FETCH_IMAGE") or default.fetch_image,
         log_level=level,
         liveness_port=_port(environ, "MOONTIDE_LIVENESS_PORT", default.liveness_port),
         metrics_port=_port(environ, "MOONTIDE_METRICS_PORT", default.metrics_port),

@@ -19,6 +19,11 @@ def engine_labels(deployment: str) -> dict[str, str]:
     return {MANAGED_BY: MANAGER, COMPONENT: "engine", DEPLOYMENT: deployment}
 
 
+def worker_labels(deployment: str) -> dict[str, str]:
+    """Labels of the pods that compute for a replica in another pod: no selector of engines takes them."""
+    return {MANAGED_BY: MANAGER, COMPONENT: "engine-worker", DEPLOYMENT: deployment}
+
+
 def store_labels(pool: str) -> dict[str, str]:
     """Labels of a pool's children; also the selector of its pods."""
     return {MANAGED_BY: MANAGER, COMPONENT: "store", POOL: pool}

@@ -56,6 +56,15 @@ class Kubectl:
         """Apply objects; the API server's refusal raises."""
         self("apply", "-f", "-", stdin="\n---\n".join(json.dumps(each) for each in objects))
 
+    def make_namespace(self, name: str) -> None:
+        """Create a namespace, with the claim whose weights the fleets of these tests name."""
+        amount = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Mi"}}}
+        claim = {"metadata": {"name": "weights", "namespace": name}, "spec": amount}
+        self.apply(
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}},
+            {"apiVersion": "v1", "kind": "PersistentVolumeClaim", **claim},
+        )
+
     def refusal(self, body: dict[str, Any]) -> str:
         """What the API server says when it refuses to create ``body``; fails when it takes it."""
         done = self.run("create", "--dry-run=server", "-f", "-", stdin=json.dumps(body), check=False)
@@ -133,7 +142,7 @@ def _kubectl(bare: Kubectl) -> Kubectl:
 def _namespace(kubectl: Kubectl) -> Iterator[str]:
     """A namespace of the test's own."""
     name = f"t-{uuid.uuid4().hex[:10]}"
-    kubectl("create", "namespace", name)
+    kubectl.make_namespace(name)
     yield name
     kubectl("delete", "namespace", name, "--wait=false")
 
@@ -353,7 +362,7 @@ def _make_stage(
         def make_stage() -> Iterator[tuple[Stage, Callable[..., Operator]]]:
             folder = tmp_path_factory.mktemp("stage")
             namespace = f"t-{uuid.uuid4().hex[:10]}"
-            kubectl("create", "namespace", namespace)
+            kubectl.make_namespace(namespace)
             kubectl.apply(released_lease(namespace))
             rights = chart_rights(tools, f"watchNamespace={namespace}", namespace=namespace)
             kubectl("apply", "-f", "-", stdin=rights)

@@ -37,11 +37,11 @@ class Api:
     """The API server through ``kubectl proxy``: milliseconds a request, where a kubectl takes a second."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self.port = port
 
     def __call__(self, method: str, path: str, body: object = None) -> Any:
         """The answer's body; AssertionError with what it said when it is no success."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
             data = None if body is None else json.dumps(body)

@@ -27,6 +27,7 @@ POLICY: dict[str, Any] = {
     "spec": {"version": 7},
 }
 
+HUB = {"source": "hf://org/name", "servedName": "tiny"}
 LOAD = {"version": 7, "weights": "Load", "weightsSource": "/models/policy-{version}"}
 ADOPTING: dict[str, Any] = {**FLEET, "spec": {"endpoints": {"urls": ["http://10.0.0.7:8001"]}}}
 
@@ -63,13 +64,70 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (_with(POOL, "spec.memory.storeNodes", {"replicas": 0}), "spec.memory.storeNodes.replicas"),
     (_with(FLEET, "metadata.name", "f" * 64), "metadata.name becomes the name of a Service; write at most 63"),
     (_with(FLEET, "metadata.name", "my.chat"), "metadata.name becomes the name of a Service; write at most 63"),
-    (_with(FLEET, "spec.model.source", "/data/weights"), "write pvc://CLAIM/FOLDER or hf://ORG/NAME"),
-    (_with(FLEET, "spec.model.source", "pvc://claim"), "write pvc://CLAIM/FOLDER or hf://ORG/NAME"),
+    (_with(FLEET, "spec.model.source", "/data/weights"), "write pvc://CLAIM/FOLDER, hf://ORG/NAME,"),
+    *(
+        (_with(FLEET, "spec.model.source", source), "write pvc://CLAIM/FOLDER, hf://ORG/NAME, s3://BUCKET/PREFIX or")
+        for source in (
+            "pvc://claim",
+            "hf://name",
+            "hf://a/b/c",
+            "s3://bucket",
+            "s3://bucket/a/",
+            "file://a",
+            "gs://b/a",
+        )
+    ),
+    *(
+        (_with(FLEET, "spec.model", {"servedName": "tiny", "source": source, **more}), message)
+        for source, more, message in (
+            ("pvc://w/a", {"revision": "main"}, "or write model.source: hf://ORG/NAME"),
+            ("s3://b/a", {"tokenSecretRef": {"name": "hub", "key": "t"}}, "(for s3://: model.credentialsSecretRef)"),
+            ("hf://o/n", {"credentialsSecretRef": {"name": "s3"}}, "(for hf://: model.tokenSecretRef)"),
+            ("hf://o/n", {"endpoint": "http://store:9000"}, "(for hf://: model.tokenSecretRef)"),
+            ("file:///a", {"cache": {"size": "1Gi"}}, "pvc:// and file:// fetch nothing; remove it"),
+            ("hf://o/n", {"cache": {}}, "write cache.claim for a PersistentVolumeClaim of yours, or cache.size"),
+            ("hf://o/n", {"cache": {"claim": "c", "size": "1Gi"}}, "model.cache is either a claim or a size"),
+        )
+    ),
+    *(
+        (
+            _with(_with(FLEET, "spec.model", {**HUB, **more}), "spec.engine", {"env": [{"name": name, "value": "x"}]}),
+            "which model.tokenSecretRef and model.cache set; remove it",
+        )
+        for name, more in (
+            ("HF_TOKEN", {"tokenSecretRef": {"name": "hub", "key": "t"}}),
+            ("HF_HOME", {"cache": {"size": "1Gi"}}),
+        )
+    ),
     (_with(FLEET, "spec.engine.args", ["--port", "1"]), "engine.args holds a flag that Moontide sets itself"),
     (_with(FLEET, "spec.engine.version", "0.31.0"), "engine.version is a vLLM that the patches do not know: write one"),
     (_with(FLEET, "spec.engine.version", "v0.32"), "spec.engine.version"),
     (_with(FLEET, "spec.engine.patches", "Off"), "spec.engine.patches"),
-    (_with(FLEET, "spec.engine.args", ["--model=x"]), "engine.args holds a flag that Moontide sets itself"),
+    *(
+        (_with(FLEET, "spec.engine.args", ["--max-model-len", "512", argument]), message)
+        for message, given in {
+            "write spec.model.source, servedName": ("--model=x", "--served_model_name", "--served", "--revision", "--"),
+            "and write spec.kvCache": ("--kv_transfer_config={}", "--kv-transfer", "--kv-transfer-config.kv_role=x"),
+            "and write spec.rollout.drainSeconds": ("--shutdown_timeout=1",),
+            "TLS and API keys belong in front": (
+                "--middle=a.B",
+                "--config",
+                "--uds=/s",
+                "--api_key=x",
+                "--ssl-keyfile=k",
+            ),
+            "(--headless, --api-server-count": (
+                "--headless",
+                "--nnodes=2",
+                "-n2",
+                "-r=1",
+                "-asc",
+                "-dpn",
+                "--data-par",
+            ),
+        }.items()
+        for argument in given
+    ),
     (
         _with(FLEET, "spec.engine.env", [{"name": "PYTHONHASHSEED", "value": "1"}]),
         "engine.env holds a variable that Moontide sets itself",
@@ -78,6 +136,37 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         _with(FLEET, "spec.engine.env", [{"name": "MOONTIDE_ENABLED", "value": "0"}]),
         "engine.env holds a variable that Moontide sets itself",
     ),
+    *(
+        (
+            _with(_with(FLEET, "spec.parallelism", {"tensor": 2}), "spec.engine", {"args": [argument]}),
+            "remove it, and write spec.parallelism.tensor, pipeline or data",
+        )
+        for argument in (
+            "--tensor-parallel-size=2",
+            "--pipeline_parallel_size",
+            "--tensor",
+            "-tp",
+            "-tp=2",
+            "-dp",
+            "-pp",
+        )
+    ),
+    *(
+        (
+            _with(_with(FLEET, "spec.parallelism", sizes), "spec.resources", {"limits": {"nvidia.com/gpu": gpus}}),
+            "write that number, or remove spec.resources, as it is the default",
+        )
+        for sizes, gpus in (
+            ({"tensor": 2}, 1),
+            ({"tensor": 2, "pipeline": 2}, "2"),
+            ({"data": 3}, 4),
+            ({}, 2),
+            ({"tensor": 4, "nodes": 2}, 4),
+        )
+    ),
+    (_with(FLEET, "spec.parallelism", {"tensor": 3, "nodes": 2}), "write for example tensor: 8, pipeline: 2, nodes: 2"),
+    (_with(FLEET, "spec.parallelism", {"tensor": 2, "data": 2, "nodes": 2}), "write data: 1, and more spec.replicas"),
+    (_with(ADOPTING, "spec.parallelism", {"tensor": 2}), "remove them, and write one URL a replica"),
     (_with(FLEET, "spec.rollout", {"maxSurge": 0, "maxUnavailable": 0}), "write 1 for one of them"),
     (_with(FLEET, "spec.resources", {"limits": {"cpu": "much"}}), "write for example 1, 500m or 4Gi"),
     (_with(FLEET, "spec.resources", {"requests": {"cpu": -1}}), "write for example 1, 500m or 4Gi"),
@@ -143,6 +232,8 @@ EPOCH_RULE = "an epoch only goes up"
 """Of a status that follows another: it has a test of its own."""
 MODE_RULE = "a fleet cannot change from pods to spec.endpoints or back"
 """Of a spec that follows another: it has a test of its own."""
+NODES_RULE = "parallelism.nodes cannot be changed"
+"""Of a spec that follows another: it has a test of its own."""
 
 
 def _rules(node: Any) -> Iterator[dict[str, str]]:
@@ -166,7 +257,7 @@ def test_each_rule_is_enforced_with_its_message(
 def test_no_rule_is_without_a_case() -> None:
     messages = {rule["message"] for kind in KINDS for rule in _rules(crdgen.schema(kind.model))}
     assert messages
-    parts = [EPOCH_RULE, MODE_RULE, *(part for _, part in REFUSED)]
+    parts = [EPOCH_RULE, MODE_RULE, NODES_RULE, *(part for _, part in REFUSED)]
     untested = [message for message in messages if not any(part in message for part in parts)]
     assert untested == []
 
@@ -178,6 +269,7 @@ def test_no_rule_is_without_a_case() -> None:
         _with(FLEET, "spec.replicas", "two"),
         _with(FLEET, "spec.model", {"source": "pvc://w/a"}),
         _with(FLEET, "spec.engine.device", "tpu"),
+        _with(FLEET, "spec.parallelism", {"tensor": 0}),
         _with(FLEET, "spec.model.version", "a b"),
         _with(POLICY, "spec", {}),
         _with(POLICY, "spec.version", None),
@@ -254,6 +346,51 @@ def test_a_part_of_an_object_gets_the_defaults_of_the_rest(kubectl: Any, namespa
     assert rollout == {"maxSurge": 1, "maxUnavailable": 1, "drainSeconds": 30}
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parallelism": {"tensor": 2, "pipeline": 2}, "resources": {"limits": {"nvidia.com/gpu": 4}}},
+        {"parallelism": {"tensor": 2}, "resources": {"limits": {"nvidia.com/gpu": "2", "memory": "64Gi"}}},
+        {"parallelism": {"tensor": 8, "pipeline": 2, "nodes": 2}, "resources": {"limits": {"nvidia.com/gpu": 8}}},
+        {"parallelism": {"data": 2}, "resources": {"limits": {"amd.com/gpu": 2}}},
+        {
+            "parallelism": {"tensor": 2},
+            "engine": {"args": ["--enable-expert-parallel", "-ep", "--seed=1", "-dcp", "2"]},
+        },
+    ],
+)
+def test_parallelism_that_is_fine(kubectl: Any, namespace: str, more: dict[str, Any]) -> None:
+    body = _with(FLEET, "metadata.namespace", namespace)
+    kubectl.apply({**body, "spec": {**body["spec"], **more}})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"source": "hf://org/name", "revision": "refs/pr/1", "tokenSecretRef": {"name": "hub", "key": "token"}},
+        {"source": "hf://org/name", "cache": {"claim": "c"}},
+        {"source": "s3://bucket/a/b", "credentialsSecretRef": {"name": "s3"}, "endpoint": "http://store:9000"},
+        {"source": "s3://bucket/a", "region": "eu-1", "cache": {"size": "100Gi"}},
+        {"source": "file:///opt/weights"},
+    ],
+    ids=lambda model: model["source"],
+)
+def test_models_that_are_fine(kubectl: Any, namespace: str, model: dict[str, Any]) -> None:
+    kubectl.apply(_with(_with(FLEET, "metadata.namespace", namespace), "spec.model", {**model, "servedName": "m"}))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--max-model-len", "512", "--seed", "-1", "-sc", '{"method": "ngram"}', "--quantization=awq"],
+        ["--enable-lora", "--lora-modules", "a=/models/a", "--data-parallel-size=2", "-tp", "2", "-dp", "2", "-ep"],
+        ["--model-impl", "auto", "--tokenizer-revision=x", "--hf-overrides", "{}", "--no-enable-prefix-caching"],
+    ],
+)
+def test_arguments_that_are_fine(kubectl: Any, namespace: str, arguments: list[str]) -> None:
+    kubectl.apply(_with(_with(FLEET, "metadata.namespace", namespace), "spec.engine.args", arguments))
+
+
 @pytest.mark.parametrize("url", ["https://engine-0.rl.svc:1", "http://[fd00::7]:65535", "http://10.0.0.7:8001"])
 def test_urls_that_are_fine(kubectl: Any, namespace: str, url: str) -> None:
     kubectl.apply(_with(_with(ADOPTING, "metadata.namespace", namespace), "spec.endpoints.urls", [url]))
@@ -264,6 +401,14 @@ def test_a_fleet_keeps_its_way(kubectl: Any, namespace: str, first: dict[str, An
     kubectl.apply(_with(first, "metadata.namespace", namespace))
     with pytest.raises(Exception, match=MODE_RULE):
         kubectl.apply(_with(second, "metadata.namespace", namespace))
+
+
+def test_a_replica_keeps_the_number_of_its_nodes(kubectl: Any, namespace: str) -> None:
+    one = _with(FLEET, "metadata.namespace", namespace)
+    kubectl.apply(one)
+    kubectl.apply(_with(one, "spec.parallelism", {"tensor": 2}))
+    with pytest.raises(Exception, match=NODES_RULE):
+        kubectl.apply(_with(one, "spec.parallelism", {"tensor": 2, "nodes": 2}))
 
 
 def test_status_belongs_to_the_status_subresource(kubectl: Any, namespace: str) -> None:

@@ -73,7 +73,7 @@ def chart(tools: Path, namespace: str) -> str:
 def _site(kubectl: Any, tools: Path, kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     namespace = f"hook-{random.randrange(16**8):08x}"
     folder = tmp_path_factory.mktemp("hook")
-    kubectl("create", "namespace", namespace)
+    kubectl.make_namespace(namespace)
     kubectl.apply(kit.released_lease(namespace))
     kubectl("apply", "-f", "-", stdin=chart(tools, namespace))
     site = Site(kubectl, namespace, kit.wait_for)

@@ -79,7 +79,7 @@ def _teams(
 ) -> Iterator[tuple[Team, Team]]:
     """The policy's namespace and another one."""
     other = f"t-{uuid.uuid4().hex[:10]}"
-    kubectl("create", "namespace", other)
+    kubectl.make_namespace(other)
     teams = Team(kubectl, wait_for, namespace, tmp_path), Team(kubectl, wait_for, other, tmp_path)
     yield teams
     for team in teams:

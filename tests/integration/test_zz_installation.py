@@ -66,7 +66,7 @@ def test_one_namespace_with_a_role(
     kubectl("delete", "clusterrolebinding,clusterrole", "-l", "app.kubernetes.io/name=moontide-operator")
     try:
         running = namespaced_operator(namespace)
-        kubectl("create", "namespace", f"{namespace}-other")
+        kubectl.make_namespace(f"{namespace}-other")
         for where in (f"{namespace}-other", namespace):
             kubectl.apply({**FLEET, "metadata": {"name": "chat", "namespace": where}})
         wait_for("the fleet", lambda: kubectl.get("deployment", "chat", namespace))

@@ -33,6 +33,7 @@ from moontide.errors import InvalidSpec, Retry
 from moontide.kube.applying import APPLY, readable_as_yaml
 from moontide.kube.errors import mapped
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL, Kind
+from moontide.resources import groups
 from moontide.resources.podtemplate import Overridden
 
 T = TypeVar("T", bound=Api)
@@ -40,6 +41,7 @@ M = TypeVar("M", bound=Api)
 
 MANAGER = "moontide"
 MERGE = "application/merge-patch+json"
+METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 REQUEST_SECONDS = 15.0
 LISTS_AT_ONCE = 8
 """More namespaces than this are listed in one request."""
@@ -47,7 +49,7 @@ EVENT_WINDOW = dt.timedelta(minutes=5)
 """An Event that says the same again within this time is not written."""
 _EVENT_MEMORY = 4096
 
-Child = k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap | k8s.V1Secret | k8s.V1PodDisruptionBudget
+Child = k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap | k8s.V1Secret | k8s.V1PodDisruptionBudget | groups.Group
 """The kinds of children that the operator applies."""
 
 
@@ -313,6 +315,9 @@ class Kube:
         for child, body in bodies:
             name, namespace, _ = _identity(child)
             what = f"apply {child.kind} {namespace}/{name}"
+            if isinstance(child, groups.Group):
+                await self._apply_group(child, what)
+                continue
             if isinstance(child, k8s.V1Secret) and await self._created_secret(child, what):
                 continue
             with mapped(what):
@@ -358,10 +363,55 @@ class Kube:
             raise _taken(child)
         return False
 
+    async def _apply_group(self, child: groups.Group, what: str) -> None:
+        name, namespace, _ = _identity(child)
+        with mapped(what):
+            try:
+                await self._custom.patch_namespaced_custom_object(
+                    groups.GROUP,
+                    groups.VERSION,
+                    namespace,
+                    groups.PLURAL,
+                    name,
+                    child.body,
+                    field_manager=MANAGER,
+                    force=True,
+                    _content_type=APPLY,
+                    _request_timeout=REQUEST_SECONDS,
+                )
+            except ApiException as error:
+                if error.status != 404:
+                    raise
+                # An apply makes what does not exist, so it is the kind that is not there.
+                raise InvalidSpec(
+                    "LeaderWorkerSetMissing",
+                    f"the cluster has no {groups.GROUP}/{groups.VERSION}, which makes replicas of several pods: "
+                    "install LeaderWorkerSet, or write parallelism.nodes: 1 in another InferenceDeployment",
+                ) from error
+
+    async def get_group(self, namespace: str, name: str) -> k8s.V1Deployment | None:
+        """The LeaderWorkerSet of that name as a Deployment would describe it, or None when there is none."""
+        with mapped(f"get {groups.KIND} {namespace}/{name}"):
+            try:
+                body = await self._custom.get_namespaced_custom_object(
+                    groups.GROUP, groups.VERSION, namespace, groups.PLURAL, name, _request_timeout=REQUEST_SECONDS
+                )
+            except ApiException as error:
+                if error.status == 404:
+                    return None
+                raise
+        return groups.as_deployment(cast("dict[str, Any]", body))
+
     async def _check_owner(
-        self, child: k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap | k8s.V1PodDisruptionBudget
+        self,
+        child: k8s.V1Deployment | k8s.V1Service | k8s.V1ConfigMap | k8s.V1PodDisruptionBudget | groups.Group,
     ) -> None:
         name, namespace, owner = _identity(child)
+        if isinstance(child, groups.Group):
+            found = await self.get_group(namespace, name)
+            if found is not None and not _controls(owner, found.metadata):
+                raise _taken(child)
+            return
         reader: Callable[..., Awaitable[Any]]
         if isinstance(child, k8s.V1Deployment):
             reader = self._apps.read_namespaced_deployment
@@ -529,6 +579,44 @@ class Kube:
                 await self._core.patch_namespaced_event(
                     name, meta.namespace, again, _content_type=MERGE, _request_timeout=REQUEST_SECONDS
                 )
+
+    # What specs name ------------------------------------------------------------------------------------------------
+
+    async def secret_exists(self, namespace: str, name: str) -> bool:
+        """Whether there is a Secret of that name. Its content is neither asked for nor sent.
+
+        The operator may not read Secrets. A patch that changes nothing, is a dry run, and asks for metadata tells.
+        """
+        with mapped(f"look for Secret {namespace}/{name}"):
+            try:
+                await self._core.patch_namespaced_secret(
+                    name,
+                    namespace,
+                    {},
+                    dry_run="All",
+                    field_manager=f"{MANAGER}-look",
+                    _headers={"Accept": METADATA_ONLY},
+                    _content_type=MERGE,
+                    _request_timeout=REQUEST_SECONDS,
+                )
+            except ApiException as error:
+                if error.status == 404:
+                    return False
+                raise
+        return True
+
+    async def claim_exists(self, namespace: str, name: str) -> bool:
+        """Whether there is a PersistentVolumeClaim of that name."""
+        with mapped(f"get PersistentVolumeClaim {namespace}/{name}"):
+            try:
+                await self._core.read_namespaced_persistent_volume_claim(
+                    name, namespace, _request_timeout=REQUEST_SECONDS
+                )
+            except ApiException as error:
+                if error.status == 404:
+                    return False
+                raise
+        return True
 
     # Root key --------------------------------------------------------------------------------------------------
 

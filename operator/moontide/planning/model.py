@@ -124,6 +124,8 @@ class Replica:
     """Name of the InferenceDeployment, in ``namespace``."""
     pod_state: Pod | None = None
     """What scheduler and kubelet say of its pod."""
+    hindrance: str = ""
+    """Why its container does not run, for people: ``REASON: message``; empty while nothing is wrong."""
 
     @property
     def silent(self) -> bool:

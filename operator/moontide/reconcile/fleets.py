@@ -14,6 +14,11 @@ from moontide.planning.model import EngineStatus, Fleet, Replica
 from moontide.reconcile import adopted
 from moontide.reconcile.context import Context
 from moontide.reconcile.stalls import facts
+from moontide.resources import groups
+from moontide.resources.sources import FETCH_CONTAINER
+
+_USUAL = (None, "ContainerCreating", "PodInitializing")
+"""What the kubelet says of containers that wait for their turn."""
 
 
 def running_container(pod: k8s.V1Pod) -> str | None:
@@ -23,6 +28,32 @@ def running_container(pod: k8s.V1Pod) -> str | None:
         if status.name == naming.ENGINE_CONTAINER and status.state is not None and status.state.running is not None:
             return status.container_id or None
     return None
+
+
+def hindrance(pod: k8s.V1Pod) -> str:
+    """``REASON: message`` of what keeps the pod's containers from running; empty if nothing is known to.
+
+    Also tells of a Secret or claim that is missing, as scheduler and kubelet say it.
+    """
+    status = pod.status
+    if status is None:
+        return ""
+    for said in status.conditions or []:
+        if said.type == "PodScheduled" and said.status == "False":
+            return f"{said.reason or 'Unscheduled'}: {said.message or 'the pod has no node'}"
+    for init, each in (
+        *((True, one) for one in status.init_container_statuses or []),
+        *((False, one) for one in status.container_statuses or []),
+    ):
+        states = (each.state, each.last_state)
+        ended = next((s.terminated for s in states if s is not None and s.terminated is not None), None)
+        if init and each.name == FETCH_CONTAINER and ended is not None and ended.exit_code:
+            last = " ".join((ended.message or "").split())[-500:]
+            return f"FetchFailed: the model could not be fetched (exit status {ended.exit_code}): {last}"
+        waiting = each.state.waiting if each.state is not None else None
+        if waiting is not None and waiting.reason not in _USUAL:
+            return f"{waiting.reason}: {waiting.message or 'the kubelet gives no message'}"
+    return ""
 
 
 def unasked(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
@@ -45,6 +76,7 @@ def unasked(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
         may_have_served=container is not None and container == admitted,
         terminating=metadata.deletion_timestamp is not None,
         pod_state=facts(pod),
+        hindrance="" if container is not None else hindrance(pod),
     )
 
 
@@ -60,7 +92,9 @@ async def observe(ctx: Context, deployment: Resource[InferenceDeployment], home:
     """
     meta, spec = deployment.meta, deployment.model.spec
     home = home or meta.namespace
-    replicas = await (_pods(ctx, meta, home) if spec.endpoints is None else adopted.observe(ctx, deployment, home))
+    replicas = await (
+        _pods(ctx, meta, home, spec.nodes) if spec.endpoints is None else adopted.observe(ctx, deployment, home)
+    )
     pool_name = spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None
     pool = await ctx.kube.get_pool(meta.namespace, pool_name) if pool_name is not None else None
     return Fleet(
@@ -74,7 +108,12 @@ async def observe(ctx: Context, deployment: Resource[InferenceDeployment], home:
     )
 
 
-async def _pods(ctx: Context, meta: Meta, home: str) -> list[Replica]:
+def lingering(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
+    """A worker whose leader is gone, as a replica that does not answer: its puts may still be on their way."""
+    return replace(unasked(pod, of, home), address=None, may_have_served=True, terminating=True)
+
+
+async def _pods(ctx: Context, meta: Meta, home: str, nodes: int) -> list[Replica]:
     pods = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.engine_labels(meta.name)))
     token = ctx.tokens.derive(meta.uid)
 
@@ -84,6 +123,9 @@ async def _pods(ctx: Context, meta: Meta, home: str) -> list[Replica]:
         return _with(replica, await engine_status(ctx.http, replica.address, token))
 
     found: list[Replica] = await fan_out([unasked(pod, meta, home) for pod in pods if owned(pod)], ask)
+    if nodes > 1:
+        workers = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.worker_labels(meta.name)))
+        found += (lingering(pod, meta, home) for pod in groups.left_behind(pods, workers) if running_container(pod))
     return found
 
 

@@ -20,14 +20,14 @@ from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import DEPLOYMENT
 from moontide.planning.model import Fleet, Replica
 from moontide.planning.stall import Stall
-from moontide.reconcile import adopted
+from moontide.reconcile import adopted, needs
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
 from moontide.reconcile.overrides import overridden
 from moontide.reconcile.policyversion import UNMANAGED_EPOCH, reconcile_unmanaged
 from moontide.reconcile.stalls import stall_of
-from moontide.resources import disruption, engine, memory, podtemplate
+from moontide.resources import disruption, engine, groups, memory, podtemplate
 from moontide.resources.podtemplate import Overridden
 from moontide.status import Verdict, merge
 
@@ -86,11 +86,13 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     refusal, again = None, SETTLED_SECONDS
     if spec.kv_cache is None or around.pool is not None:
         try:
+            await needs.check(ctx, resource)
             await ctx.kube.apply(*children(ctx, resource, around.pool))
             if spec.rollout.disruption_budget == "Off":
                 await ctx.kube.delete_budget(namespace, name, resource.meta.uid)
         except InvalidSpec as error:
             refusal = error
+            again = needs.AGAIN_SECONDS if error.reason in needs.REASONS else again
         except Retry as error:
             refusal = InvalidSpec("ApplyFailed", error.reason)
             again = error.after
@@ -100,7 +102,8 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
         requeue = await reconcile_unmanaged(ctx, resource)
     live = None
     if spec.endpoints is None:
-        live = await ctx.kube.get_child_deployment(namespace, name)
+        looked = ctx.kube.get_child_deployment if spec.nodes == 1 else ctx.kube.get_group
+        live = await looked(namespace, name)
     else:
         await adopted.release(ctx, resource)
     deployment, fleet = live if live is not None and _ours(live, resource) else None, await observe(ctx, resource)
@@ -179,8 +182,10 @@ def children(
         default_device=ctx.config.engine_device,
         mooncake=mooncake,
         memo=engine.memo_seconds(pool.model.spec) if pool is not None else None,
+        fetch_image=ctx.config.fetch_image,
     )
-    made.append(overridden(deployment, spec.pod_template, podtemplate.ENGINE))
+    fleet = overridden(deployment, spec.pod_template, podtemplate.ENGINE)
+    made.append(fleet if spec.nodes == 1 else groups.group(fleet, spec.nodes))
     budget = disruption.budget(meta.name, meta.namespace, owner, spec)
     if budget is not None:
         made.append(budget)
@@ -237,7 +242,8 @@ def _why_closed(replica: Replica, around: Around) -> tuple[str, str] | None:
             reason, _, message = replica.error.partition(": ")
             return reason, message
         if replica.container_id is None:
-            return "Starting", "the engine's container does not run yet"
+            reason, _, message = replica.hindrance.partition(": ")
+            return reason or "Starting", message or "the engine's container does not run yet"
         return "NoAnswer", replica.error
     if said.state != "closed":
         return None

@@ -86,9 +86,12 @@ def field_env(name: str, path: str) -> k8s.V1EnvVar:
     return k8s.V1EnvVar(name=name, value_from=k8s.V1EnvVarSource(field_ref=k8s.V1ObjectFieldSelector(field_path=path)))
 
 
-def empty_dir(name: str, *, memory: str | None = None) -> k8s.V1Volume:
-    """An emptyDir; in memory, and of that size, when ``memory`` is given."""
-    source = k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=memory) if memory else k8s.V1EmptyDirVolumeSource()
+def empty_dir(name: str, *, memory: str | None = None, limit: str | None = None) -> k8s.V1Volume:
+    """An emptyDir; in memory, and of that size, when ``memory`` is given; on disk and at most ``limit`` otherwise."""
+    if memory:
+        source = k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=memory)
+    else:
+        source = k8s.V1EmptyDirVolumeSource(size_limit=limit)
     return k8s.V1Volume(name=name, empty_dir=source)
 
 

@@ -14,7 +14,7 @@ from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeploymentSpec, KVCachePoolSpec, quantity_bytes
 from moontide.api.v1alpha1.common import ResourceRequirements
 from moontide.api.v1alpha1.inferencedeployment import ServiceSettings
-from moontide.resources import common, disruption
+from moontide.resources import common, disruption, sources
 
 PRE_STOP_SECONDS = 5
 """Between the end of the endpoint's publication and SIGTERM; kube-proxy needs about one second."""
@@ -26,7 +26,6 @@ PROGRESS_SECONDS = 600
 
 ADMIN_TOKEN_FOLDER = "/etc/moontide/admin"
 MOONCAKE_FOLDER = "/etc/moontide/mooncake"
-MODELS_FOLDER = "/models"
 CACHE_FOLDER = "/cache"
 DEFAULT_MEMO_SECONDS = 2.5
 """The engine's own ``MOONTIDE_LOOKUP_MEMO_SECONDS`` (docs/engine-admin-api.md)."""
@@ -98,24 +97,11 @@ def config_map(name: str, namespace: str, owner: k8s.V1OwnerReference, mooncake:
     )
 
 
-def model_path(source: str) -> str:
-    """What ``--model`` gets for a model source."""
-    scheme, _, rest = source.partition("://")
-    if scheme == "pvc":
-        return f"{MODELS_FOLDER}/{rest.partition('/')[2]}"
-    return rest
-
-
-def _claim(source: str) -> str | None:
-    scheme, _, rest = source.partition("://")
-    return rest.partition("/")[0] if scheme == "pvc" else None
-
-
 def arguments(spec: InferenceDeploymentSpec, uid: str) -> list[str]:
     """The engine's command line; ``uid`` is the InferenceDeployment's. The user's flags come last."""
     command = [
         *("python3", "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", model_path(spec.pod_model.source)),
+        *sources.arguments(spec.pod_model),
         *("--served-model-name", spec.pod_model.served_name),
         *("--host", "0.0.0.0"),
         *("--port", str(naming.INFERENCE_PORT)),
@@ -129,6 +115,8 @@ def arguments(spec: InferenceDeploymentSpec, uid: str) -> list[str]:
             "kv_connector_extra_config": {"cache_prefix": uid, "lookup_rpc_port": LOOKUP_PORT},
         }
         command += ["--kv-transfer-config", json.dumps(transfer)]
+    if spec.parallelism is not None:
+        command += spec.parallelism.arguments()
     return [*command, *spec.engine.args]
 
 
@@ -183,6 +171,7 @@ def environment(spec: InferenceDeploymentSpec, uid: str, device: str, memo: floa
         *common.env(values),
         common.field_env("VLLM_HOST_IP", "status.podIP"),
         common.field_env("MOONTIDE_POD_UID", "metadata.uid"),
+        *sources.environment(spec.pod_model),
     ]
 
 
@@ -204,11 +193,12 @@ def image(spec: InferenceDeploymentSpec, template: str, version: str) -> str:
 
 
 def container_resources(spec: InferenceDeploymentSpec, device: str) -> k8s.V1ResourceRequirements:
-    """The spec's resources; without them one GPU for ``cuda`` and nothing for ``cpu``."""
+    """The spec's resources; without them what one pod computes on for ``cuda``, and nothing for ``cpu``."""
     if spec.resources is not None:
         return common.resources(spec.resources)
     if device == "cuda":
-        return common.resources(ResourceRequirements(limits={"nvidia.com/gpu": "1"}, requests={}))
+        gpus = spec.parallelism.pod_gpus if spec.parallelism is not None else 1
+        return common.resources(ResourceRequirements(limits={"nvidia.com/gpu": str(gpus)}, requests={}))
     return k8s.V1ResourceRequirements()
 
 
@@ -222,8 +212,10 @@ def deployment(
     default_device: str,
     mooncake: str | None,
     memo: float | None = None,
+    fetch_image: str = "",
 ) -> k8s.V1Deployment:
-    """The fleet. ``engine_image``: see :func:`image`; ``memo``: see :func:`memo_seconds`; ``mooncake``: the content of
+    """The fleet. ``engine_image``: see :func:`image`; ``fetch_image``: see :func:`sources.fetchers`; ``memo``: see
+    :func:`memo_seconds`; ``mooncake``: the content of
     its Mooncake configuration, None without a pool."""
     selector = labels.engine_labels(name)
     annotations = {common.TEMPLATE_HASH: common.digest(mooncake)} if mooncake is not None else None
@@ -249,6 +241,7 @@ def deployment(
                     automount_service_account_token=False,
                     security_context=common.pod_security(),
                     termination_grace_period_seconds=PRE_STOP_SECONDS + spec.rollout.drain_seconds + EXIT_SECONDS,
+                    init_containers=sources.fetchers(spec.pod_model, fetch_image),
                     containers=[_container(spec, owner.uid, engine_image, spec.engine.device or default_device, memo)],
                     volumes=_volumes(name, spec),
                     topology_spread_constraints=disruption.spread(name, spec),
@@ -296,9 +289,7 @@ def _mounts(spec: InferenceDeploymentSpec) -> list[k8s.V1VolumeMount]:
     ]
     if spec.kv_cache is not None:
         mounts.append(k8s.V1VolumeMount(name="mooncake", mount_path=MOONCAKE_FOLDER, read_only=True))
-    if _claim(spec.pod_model.source) is not None:
-        mounts.append(k8s.V1VolumeMount(name="models", mount_path=MODELS_FOLDER, read_only=True))
-    return mounts
+    return [*mounts, *sources.mounts(spec.pod_model)]
 
 
 def _volumes(name: str, spec: InferenceDeploymentSpec) -> list[k8s.V1Volume]:
@@ -315,12 +306,4 @@ def _volumes(name: str, spec: InferenceDeploymentSpec) -> list[k8s.V1Volume]:
         volumes.append(
             k8s.V1Volume(name="mooncake", config_map=k8s.V1ConfigMapVolumeSource(name=naming.mooncake_config(name)))
         )
-    claim = _claim(spec.pod_model.source)
-    if claim is not None:
-        volumes.append(
-            k8s.V1Volume(
-                name="models",
-                persistent_volume_claim=k8s.V1PersistentVolumeClaimVolumeSource(claim_name=claim, read_only=True),
-            )
-        )
-    return volumes
+    return [*volumes, *sources.volumes(spec.pod_model)]

@@ -28,6 +28,7 @@ from tests.integration.engine_double import IdleEngine
 
 Body = dict[str, Any]
 KINDS: Mapping[str, Kind[Any]] = {kind.kind: kind for kind in (POOL, DEPLOYMENT, POLICY)}
+SELECTED = (labels.MANAGED_BY, labels.COMPONENT, labels.DEPLOYMENT)
 TOKENS = Tokens(bytes(range(32)))
 
 
@@ -98,6 +99,8 @@ class FakeKube:
         self.deleted: list[tuple[str, str]] = []
         self.applied: list[Any] = []
         self.listed: list[tuple[str, ...]] = []
+        self.missing: set[tuple[str, str, str]] = set()
+        """Kind, namespace and name of what is not there although specs name it."""
         self.marked: list[dict[str, str | None]] = []
 
     def put(self, kind: str, namespace: str, name: str, spec: Body) -> Body:
@@ -178,11 +181,20 @@ class FakeKube:
     async def get_child_deployment(self, namespace: str, name: str) -> None:
         return None
 
+    async def get_group(self, namespace: str, name: str) -> None:
+        return None
+
+    async def secret_exists(self, namespace: str, name: str) -> bool:
+        return ("Secret", namespace, name) not in self.missing
+
+    async def claim_exists(self, namespace: str, name: str) -> bool:
+        return ("PersistentVolumeClaim", namespace, name) not in self.missing
+
     async def list_pods(self, namespace: str, label_selector: str) -> list[k8s.V1Pod]:
         def matches(pod: k8s.V1Pod) -> bool:
             assert pod.metadata is not None
-            own = labels.selector(labels.engine_labels((pod.metadata.labels or {})[labels.DEPLOYMENT]))
-            return pod.metadata.namespace == namespace and own == label_selector
+            own = {key: value for key, value in (pod.metadata.labels or {}).items() if key in SELECTED}
+            return pod.metadata.namespace == namespace and labels.selector(own) == label_selector
 
         return [pod for pod in self.pods if matches(pod)]
 

@@ -25,6 +25,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         "MOONTIDE_ENGINE_VERSION": "0.24.0",
         "MOONTIDE_ENGINE_DEVICE": "cpu",
         "MOONTIDE_MOONCAKE_IMAGE": "m",
+        "MOONTIDE_FETCH_IMAGE": "f",
         "MOONTIDE_LOG_LEVEL": "debug",
         "MOONTIDE_LIVENESS_PORT": "1",
         "MOONTIDE_METRICS_PORT": "2",
@@ -39,7 +40,9 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
     }
     hook = (3, "trainers", "/tls")
     engine = ("e", "0.24.0", "cpu")
-    assert load(environ, own) == Config("from-file", "a", *engine, "m", "DEBUG", 1, 2, *hook, 1.5, "l", 30, "p", "u")
+    assert load(environ, own) == Config(
+        "from-file", "a", *engine, "m", "f", "DEBUG", 1, 2, *hook, 1.5, "l", 30, "p", "u"
+    )
     assert load({**environ, "MOONTIDE_NAMESPACE": "said"}, own).namespace == "said"
 
 

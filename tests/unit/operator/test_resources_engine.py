@@ -163,6 +163,22 @@ def test_model_source(source: str, path: str, claim: str | None) -> None:
         assert mounts["models"] == {"name": "models", "mountPath": "/models", "readOnly": True}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "flags", "gpus"),
+    [
+        ({"tensor": 4}, {"--tensor-parallel-size": "4"}, "4"),
+        ({"tensor": 2, "pipeline": 2}, {"--tensor-parallel-size": "2", "--pipeline-parallel-size": "2"}, "4"),
+        ({"tensor": 2, "data": 3}, {"--tensor-parallel-size": "2", "--data-parallel-size": "3"}, "6"),
+    ],
+)
+def test_one_engine_over_several_gpus(sizes: dict[str, int], flags: dict[str, str], gpus: str) -> None:
+    wire = _deployment(_spec(parallelism=sizes))
+    found = {name: value for name, value in _flags(wire).items() if "-parallel-" in name}
+    assert found == flags
+    assert _container(wire)["resources"] == {"limits": {"nvidia.com/gpu": gpus}}
+    assert _container(_deployment(_spec(parallelism=sizes), device="cpu"))["resources"] == {}
+
+
 def test_environment_of_the_contract() -> None:
     wire = _deployment(_spec())
     env = _env(wire)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from moontide.api.v1alpha1 import arguments, parallelism
 from moontide.api.v1alpha1.common import (
     Api,
     Conditions,
@@ -17,20 +18,9 @@ from moontide.api.v1alpha1.common import (
     rule,
     validations,
 )
+from moontide.api.v1alpha1.model import Model
+from moontide.api.v1alpha1.parallelism import Parallelism
 from moontide.api.v1alpha1.podtemplate import ENGINE_CONTAINERS, PodTemplate, template_rules
-
-MANAGED_FLAGS = (
-    "--model",
-    "--served-model-name",
-    "--host",
-    "--port",
-    "--kv-transfer-config",
-    "--shutdown-timeout",
-    "--api-key",
-    "--root-path",
-    "--uds",
-)
-"""vLLM flags that the operator sets itself, because the gate or the protocol depends on them."""
 
 MANAGED_ENV = ("PYTHONHASHSEED", "VLLM_PLUGINS", "VLLM_PORT", "VLLM_HOST_IP", "MOONCAKE_CONFIG_PATH")
 """Environment variables that the operator sets itself; every ``MOONTIDE_`` and dev-mode variable too."""
@@ -39,28 +29,7 @@ ENGINE_VERSIONS = ("0.22.1", "0.23.0", "0.24.0", "0.27.1", "0.32.0", "0.33.0")
 """vLLM releases that the engine plugin's patches know."""
 
 _version_list = "[" + ", ".join(f"'{version}'" for version in ENGINE_VERSIONS) + "]"
-_flag_list = "[" + ", ".join(f"'{flag}'" for flag in MANAGED_FLAGS) + "]"
 _env_list = "[" + ", ".join(f"'{name}'" for name in (*MANAGED_ENV, "VLLM_SERVER_DEV_MODE")) + "]"
-
-
-class Model(Api):
-    """Which weights an engine process starts with."""
-
-    model_config = ConfigDict(
-        json_schema_extra=validations(
-            rule(
-                "self.source.matches('^(hf://[^/]+/.+|pvc://[^/]+/.+)$')",
-                "model.source names no place Moontide can load from; write pvc://CLAIM/FOLDER or hf://ORG/NAME",
-            ),
-        )
-    )
-
-    source: Annotated[str, Field(min_length=1, max_length=1024)]
-    """``pvc://CLAIM/FOLDER`` (mounted read-only) or ``hf://ORG/NAME`` (fetched by the engine)."""
-    served_name: Annotated[str, Field(min_length=1, max_length=253)]
-    """The model name that clients send."""
-    version: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")] = "default"
-    """The policy version these weights are; a replica that restarts comes back with it."""
 
 
 class Engine(Api):
@@ -68,11 +37,7 @@ class Engine(Api):
 
     model_config = ConfigDict(
         json_schema_extra=validations(
-            rule(
-                f"!self.args.exists(a, {_flag_list}.exists(f, a == f || a.startsWith(f + '=')))",
-                "engine.args holds a flag that Moontide sets itself (" + ", ".join(MANAGED_FLAGS) + "); remove it, "
-                "and use spec.model, spec.kvCache or spec.rollout instead",
-            ),
+            *arguments.rules(),
             rule(
                 f"!self.env.exists(e, e.name in {_env_list} || e.name.startsWith('MOONTIDE_'))",
                 "engine.env holds a variable that Moontide sets itself ("
@@ -181,7 +146,8 @@ class Endpoints(Api):
 
 
 _pods_only = (
-    "!has(self.resources) && self.replicas == 1 && self.sharedMemory == '1Gi' && !has(self.engine.image) && "
+    "!has(self.resources) && !has(self.parallelism) && "
+    "self.replicas == 1 && self.sharedMemory == '1Gi' && !has(self.engine.image) && "
     "!has(self.engine.device) && !has(self.engine.version) && "
     "self.engine.patches == 'Require' && self.engine.args.size() == 0 && self.engine.env.size() == 0 && "
     "self.rollout.maxSurge == 0 && self.rollout.maxUnavailable == 1 && self.rollout.drainSeconds == 30 && "
@@ -208,8 +174,14 @@ class InferenceDeploymentSpec(Api):
             ),
             rule(
                 f"!has(self.endpoints) || ({_pods_only})",
-                "spec.engine, replicas, resources, sharedMemory, rollout, startupSeconds, service, spread and "
-                "podTemplate are of pods, and spec.endpoints makes none: remove them, and write one URL a replica",
+                "spec.engine, replicas, resources, parallelism, sharedMemory, rollout, startupSeconds, service, spread "
+                "and podTemplate are of pods, and spec.endpoints makes none: remove them, and write one URL a replica",
+            ),
+            *parallelism.rules(),
+            rule(
+                "!has(self.model) || !self.engine.env.exists(e, e.name == 'HF_TOKEN' && has(self.model.tokenSecretRef) "
+                "|| e.name == 'HF_HOME' && has(self.model.cache))",
+                "engine.env holds HF_TOKEN or HF_HOME, which model.tokenSecretRef and model.cache set; remove it",
             ),
             rule(
                 "has(self.endpoints) == has(oldSelf.endpoints)",
@@ -222,7 +194,10 @@ class InferenceDeploymentSpec(Api):
     engine: Annotated[Engine, Field(default_factory=Engine)]
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
     resources: ResourceRequirements | None = None
-    """Container resources; when absent one ``nvidia.com/gpu`` (device cuda) or none (device cpu)."""
+    """Container resources; when absent the ``nvidia.com/gpu`` that ``parallelism`` asks for (device cuda) or none
+    (device cpu)."""
+    parallelism: Parallelism | None = None
+    """How many GPUs one replica computes on; one when absent, unless ``engine.args`` says otherwise."""
     shared_memory: Quantity = "1Gi"
     """Size of ``/dev/shm``; vLLM needs at least 160Mi."""
     kv_cache: KVCache | None = None
@@ -250,6 +225,11 @@ class InferenceDeploymentSpec(Api):
         if self.model is None:
             raise ValueError("engines that others launch have no model of ours")
         return self.model
+
+    @property
+    def nodes(self) -> int:
+        """Pods of one replica."""
+        return self.parallelism.nodes if self.parallelism is not None else 1
 
     @property
     def wanted(self) -> int:

@@ -1,0 +1,37 @@
+"""What a fleet's pods need that is not of the operator's making: Secrets and claims that the spec names."""
+
+from __future__ import annotations
+
+from moontide.api.v1alpha1 import InferenceDeployment
+from moontide.errors import InvalidSpec
+from moontide.kube.client import Resource
+from moontide.reconcile.context import Context
+from moontide.resources import sources
+
+AGAIN_SECONDS = 5.0
+"""Nothing tells the operator that a Secret or a claim was made."""
+
+
+async def check(ctx: Context, resource: Resource[InferenceDeployment]) -> None:
+    """Raises :class:`InvalidSpec` (``SecretMissing``, ``ClaimMissing``) where the model names what does not exist.
+
+    Whether a Secret exists is all that is asked: its content is never read. A key that it lacks shows when the kubelet
+    refuses to start the container.
+    """
+    model, namespace = resource.model.spec.model, resource.meta.namespace
+    if model is None:
+        return
+    for name in sources.secrets(model):
+        if not await ctx.kube.secret_exists(namespace, name):
+            raise _missing("SecretMissing", f"Secret {name}", namespace)
+    for name in sources.claims(model):
+        if not await ctx.kube.claim_exists(namespace, name):
+            raise _missing("ClaimMissing", f"PersistentVolumeClaim {name}", namespace)
+
+
+def _missing(reason: str, what: str, namespace: str) -> InvalidSpec:
+    text = f"{what} of spec.model does not exist in namespace {namespace}: create it, or name another one"
+    return InvalidSpec(reason, f"{text}; nothing that runs is changed until then")
+
+
+REASONS = ("SecretMissing", "ClaimMissing")
