@@ -11,6 +11,11 @@ MODELS_FOLDER = "/models"
 CACHE_FOLDER = "/model-cache"
 FETCH_CONTAINER = "fetch"
 _REMOTE = "source"
+_FETCH = (
+    'rclone copy "$0" "$1" --transfers=8 --stats=30s --stats-one-line --verbose && '
+    '{ [ -n "$(ls -A "$1" 2>/dev/null)" ] || { echo "there is nothing at $0" >&2; exit 4; }; }'
+)
+"""For rclone a prefix under which there is nothing is no error."""
 
 
 def path(model: Model) -> str:
@@ -106,12 +111,11 @@ def fetchers(model: Model, image: str) -> list[k8s.V1Container] | None:
         values[f"{prefix}_REGION"] = model.region
     credentials = model.credentials_secret_ref
     source = k8s.V1EnvFromSource(secret_ref=k8s.V1SecretEnvSource(name=credentials.name)) if credentials else None
-    copy = ["rclone", "copy", f"{_REMOTE}:{model.path}", path(model)]
     return [
         k8s.V1Container(
             name=FETCH_CONTAINER,
             image=image,
-            command=[*copy, "--transfers=8", "--stats=30s", "--stats-one-line", "--verbose"],
+            command=["sh", "-c", _FETCH, f"{_REMOTE}:{model.path}", path(model)],
             env=common.env(values),
             env_from=[source] if source is not None else None,
             security_context=common.container_security(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def test_an_object_store_is_fetched_from_with_credentials_that_the_engine_does_n
     model = _model("s3://bucket/a", **S3)
     (fetch,) = _wire(sources.fetchers(model, "rclone:1"))
     assert fetch["image"] == "rclone:1"
-    assert fetch["command"][:4] == ["rclone", "copy", "source:bucket/a", "/model-cache/s3/bucket/a"]
+    assert fetch["command"][:2] == ["sh", "-c"]
+    assert fetch["command"][3:] == ["source:bucket/a", "/model-cache/s3/bucket/a"]
     assert fetch["envFrom"] == [{"secretRef": {"name": "s3"}}]
     env = {each["name"]: each["value"] for each in fetch["env"]}
     assert env == {
@@ -88,6 +90,23 @@ def test_an_object_store_is_fetched_from_with_credentials_that_the_engine_does_n
     (own,) = _wire(sources.fetchers(_model("s3://bucket/a"), "rclone:1"))
     assert "envFrom" not in own
     assert {each["name"]: each["value"] for each in own["env"]}["RCLONE_CONFIG_SOURCE_PROVIDER"] == "AWS"
+
+
+@pytest.mark.parametrize(("copied", "status"), [("x", 0), ("", 4)], ids=["something", "nothing"])
+def test_a_prefix_without_anything_is_an_error(tmp_path: Path, copied: str, status: int) -> None:
+    """The script, with a stand-in for rclone that copies one file, or none."""
+    (container,) = sources.fetchers(_model("s3://bucket/a"), "rclone:1") or []
+    script = tmp_path / "rclone"
+    script.write_text(
+        f'#!/bin/sh\n[ "$1 $2" = "copy source:bucket/a" ] || exit 9\n[ -z "{copied}" ] || mkdir "$3" "$3/x"\n'
+    )
+    script.chmod(0o755)
+    command = [*(container.command or [])[:-1], str(tmp_path / "target")]
+    done = subprocess.run(
+        command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert ("there is nothing at source:bucket/a" in done.stderr) == (status != 0)
 
 
 @pytest.mark.parametrize(
