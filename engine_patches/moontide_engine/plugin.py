@@ -13,6 +13,7 @@ from typing import Any
 from moontide_engine import cpu_build, settings
 from moontide_engine.patches import (
     Registry,
+    bounded_transfers,
     common_hit,
     exact_drain,
     gate,
@@ -46,6 +47,7 @@ PATCHES = Registry(
         common_hit.PATCH,
         resume_safety.PATCH,
         load_retry.PATCH,
+        bounded_transfers.PATCH,
         lookup_economy.PATCH,
         match_lifecycle.PATCH,
         weights_load.PATCH,

@@ -28,6 +28,8 @@ class Settings:
     max_held: int
     admit_ttl: float
     store_timeout: float
+    load_timeout: float
+    """Within which a load of external blocks ends, however it ends."""
     worker_spin: float | None
     """How long a waiting process of vLLM keeps its core busy; None leaves it at vLLM's own second."""
     auto_patches: bool = False
@@ -60,6 +62,7 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
         max_held=int(number(env, "MOONTIDE_MAX_HELD", 1024, 0, 1_000_000)),
         admit_ttl=number(env, "MOONTIDE_ADMIT_TTL_SECONDS", 120, 0.1, 86_400),
         store_timeout=number(env, "MOONTIDE_STORE_TIMEOUT_SECONDS", 10, 0.1, 600),
+        load_timeout=number(env, "MOONTIDE_LOAD_TIMEOUT_SECONDS", 5, 0.1, 600),
         worker_spin=number(env, _SPIN, 1, 0, 1) if env.get(_SPIN) else None,
         auto_patches=patches == "Auto",
     )
