@@ -68,9 +68,8 @@ class _Job:
 class StagedLoads:
     """Loads of several threads within ``seconds`` each, through at most ``MAX_SLOTS`` slots."""
 
-    def __init__(self, get: Get, register: Callable[[int, int], int], seconds: float) -> None:
+    def __init__(self, get: Get, seconds: float) -> None:
         self._get = get
-        self._register = register
         self._seconds = seconds
         self._slots: list[Slot] = []
         self._lock = threading.Lock()
@@ -146,11 +145,9 @@ class StagedLoads:
             if len(self._slots) >= MAX_SLOTS:
                 return None
             memory = mmap.mmap(-1, max(size, CHUNK_BYTES))
+            # Not registered with the client: TCP needs that only where others read and write.
             slot = Slot(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)), busy=True)
             self._slots.append(slot)
-        code = self._register(slot.address, len(memory))
-        if code:
-            log("load-memory", code=code, message="the store did not register the memory for loads")
         return slot
 
 
@@ -186,7 +183,7 @@ def bounded(base: Any, seconds: float, *, staged: bool) -> Any:
 
             if staged:
                 if self.moontide_loads is None:
-                    self.moontide_loads = StagedLoads(get, self.register_buffer, seconds)
+                    self.moontide_loads = StagedLoads(get, seconds)
                 return self.moontide_loads.load(keys, addresses, sizes)
             return _until_failure(get, keys, addresses, sizes)
 

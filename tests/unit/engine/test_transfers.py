@@ -38,7 +38,7 @@ def test_what_was_loaded_reaches_the_blocks_and_what_failed_does_not() -> None:
         arrive(addresses, sizes)
         return [SIZE, -704, SIZE]
 
-    loads = StagedLoads(get, lambda address, size: 0, 5)
+    loads = StagedLoads(get, 5)
     assert loads.load(blocks.keys, blocks.addresses, blocks.sizes) == [SIZE, -704, SIZE]
     assert blocks.memory.raw == b"x" * SIZE + b"." * SIZE + b"x" * SIZE
 
@@ -54,7 +54,7 @@ def test_a_load_that_is_lost_never_reaches_the_blocks(monkeypatch: pytest.Monkey
         arrive(addresses, sizes)
         return [SIZE] * len(keys)
 
-    loads = StagedLoads(get, lambda address, size: 0, 0.05)
+    loads = StagedLoads(get, 0.05)
     lost = [TRANSFER_FAIL] * 2
     assert loads.load(blocks.keys, blocks.addresses, blocks.sizes) == lost
     assert loads.load(blocks.keys, blocks.addresses, blocks.sizes) == lost
@@ -80,7 +80,7 @@ def test_an_error_of_the_client_is_the_callers() -> None:
     def get(keys: Sequence[str], addresses: transfers.Buffers, sizes: transfers.Buffers) -> list[int]:
         raise RuntimeError("closed")
 
-    loads = StagedLoads(get, lambda address, size: 0, 5)
+    loads = StagedLoads(get, 5)
     for _ in range(transfers.MAX_SLOTS + 1):
         with pytest.raises(RuntimeError, match="closed"):
             loads.load(blocks.keys, blocks.addresses, blocks.sizes)
