@@ -183,6 +183,7 @@ def children(
         mooncake=mooncake,
         memo=engine.memo_seconds(pool.model.spec) if pool is not None else None,
         fetch_image=ctx.config.fetch_image,
+        client=pool.model.spec.client_timeouts if pool is not None else None,
     )
     fleet = overridden(deployment, spec.pod_template, podtemplate.ENGINE)
     made.append(fleet if spec.nodes == 1 else groups.group(fleet, spec.nodes))

@@ -14,7 +14,8 @@ from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeploymentSpec, KVCachePoolSpec, quantity_bytes
 from moontide.api.v1alpha1.common import ResourceRequirements
 from moontide.api.v1alpha1.inferencedeployment import ServiceSettings
-from moontide.resources import common, disruption, sources
+from moontide.api.v1alpha1.kvcachepool import ClientTimeouts
+from moontide.resources import common, disruption, sources, timeouts
 
 PRE_STOP_SECONDS = 5
 """Between the end of the endpoint's publication and SIGTERM; kube-proxy needs about one second."""
@@ -126,10 +127,16 @@ def memo_seconds(pool: KVCachePoolSpec) -> float | None:
     return half if half < DEFAULT_MEMO_SECONDS else None
 
 
-def environment(spec: InferenceDeploymentSpec, uid: str, device: str, memo: float | None = None) -> list[k8s.V1EnvVar]:
+def environment(
+    spec: InferenceDeploymentSpec,
+    uid: str,
+    device: str,
+    memo: float | None = None,
+    client: ClientTimeouts | None = None,
+) -> list[k8s.V1EnvVar]:
     """The engine's environment: defaults, over them the user's, over those what the protocol depends on.
 
-    ``memo``: see :func:`memo_seconds`.
+    ``memo``: see :func:`memo_seconds`; ``client``: the pool's time limits, None for the defaults.
     """
     values = {
         "HOME": CACHE_FOLDER,
@@ -145,12 +152,8 @@ def environment(spec: InferenceDeploymentSpec, uid: str, device: str, memo: floa
             "OMP_NUM_THREADS": "1",
         }
     if spec.kv_cache is not None:
-        # With the defaults one request waits half a minute when the master or a segment's owner is gone.
-        values |= {
-            "MC_RPC_CONNECT_TIMEOUT_MS": "500",
-            "MC_RPC_TIMEOUT_MS": "2000",
-            "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
-        }
+        # With Mooncake's own one request waits half a minute when the master or a segment's owner is gone.
+        values |= timeouts.engine(client or ClientTimeouts())
         if memo is not None:
             values["MOONTIDE_LOOKUP_MEMO_SECONDS"] = f"{memo:g}"
     values |= {variable.name: variable.value for variable in spec.engine.env}
@@ -213,10 +216,11 @@ def deployment(
     mooncake: str | None,
     memo: float | None = None,
     fetch_image: str = "",
+    client: ClientTimeouts | None = None,
 ) -> k8s.V1Deployment:
     """The fleet. ``engine_image``: see :func:`image`; ``fetch_image``: see :func:`sources.fetchers`; ``memo``: see
-    :func:`memo_seconds`; ``mooncake``: the content of
-    its Mooncake configuration, None without a pool."""
+    :func:`memo_seconds`; ``client``: see :func:`environment`; ``mooncake``: the content of its Mooncake configuration,
+    None without a pool."""
     selector = labels.engine_labels(name)
     annotations = {common.TEMPLATE_HASH: common.digest(mooncake)} if mooncake is not None else None
     return k8s.V1Deployment(
@@ -242,7 +246,9 @@ def deployment(
                     security_context=common.pod_security(),
                     termination_grace_period_seconds=PRE_STOP_SECONDS + spec.rollout.drain_seconds + EXIT_SECONDS,
                     init_containers=sources.fetchers(spec.pod_model, fetch_image),
-                    containers=[_container(spec, owner.uid, engine_image, spec.engine.device or default_device, memo)],
+                    containers=[
+                        _container(spec, owner.uid, engine_image, spec.engine.device or default_device, memo, client)
+                    ],
                     volumes=_volumes(name, spec),
                     topology_spread_constraints=disruption.spread(name, spec),
                 ),
@@ -252,14 +258,19 @@ def deployment(
 
 
 def _container(
-    spec: InferenceDeploymentSpec, uid: str, engine_image: str, device: str, memo: float | None
+    spec: InferenceDeploymentSpec,
+    uid: str,
+    engine_image: str,
+    device: str,
+    memo: float | None,
+    client: ClientTimeouts | None,
 ) -> k8s.V1Container:
     port = naming.INFERENCE_PORT
     return k8s.V1Container(
         name=naming.ENGINE_CONTAINER,
         image=engine_image,
         command=arguments(spec, uid),
-        env=environment(spec, uid, device, memo),
+        env=environment(spec, uid, device, memo, client),
         ports=[
             k8s.V1ContainerPort(name="http", container_port=port, protocol="TCP"),
             k8s.V1ContainerPort(name="admin", container_port=naming.ADMIN_PORT, protocol="TCP"),

@@ -6,7 +6,7 @@ from kubernetes.aio import client as k8s
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import KVCachePoolSpec
-from moontide.resources import common
+from moontide.resources import common, timeouts
 
 MASTER_CONTAINER = "master"
 WIPER_CONTAINER = "wiper"
@@ -69,7 +69,7 @@ def deployment(
         automount_service_account_token=False,
         security_context=common.pod_security(),
         termination_grace_period_seconds=10,
-        containers=[_master(spec, image), _wiper(image)],
+        containers=[_master(spec, image), _wiper(spec, image)],
         volumes=[
             common.empty_dir("tmp"),
             k8s.V1Volume(
@@ -109,7 +109,7 @@ def _master(spec: KVCachePoolSpec, image: str) -> k8s.V1Container:
     )
 
 
-def _wiper(image: str) -> k8s.V1Container:
+def _wiper(spec: KVCachePoolSpec, image: str) -> k8s.V1Container:
     return k8s.V1Container(
         name=WIPER_CONTAINER,
         image=image,
@@ -120,8 +120,7 @@ def _wiper(image: str) -> k8s.V1Container:
                 "MOONTIDE_WIPER_TOKEN_FILE": f"{TOKEN_FOLDER}/token",
                 "MOONTIDE_MASTER_ADDRESS": f"127.0.0.1:{naming.MASTER_RPC_PORT}",
                 "MOONTIDE_MASTER_METRICS": f"http://127.0.0.1:{naming.MASTER_METRICS_PORT}",
-                "MC_RPC_CONNECT_TIMEOUT_MS": "500",
-                "MC_RPC_TIMEOUT_MS": "2000",
+                **timeouts.rpc(spec.client_timeouts),
                 "HOME": "/tmp",
             }
         ),

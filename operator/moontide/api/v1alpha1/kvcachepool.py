@@ -88,11 +88,30 @@ class Memory(Api):
     """Dedicated memory nodes."""
 
 
+class ClientTimeouts(Api):
+    """How long clients of the pool, engines and wiper, wait for a master or a peer that does not answer.
+
+    Engines get them at their start: a change rolls the deployments that name the pool.
+    """
+
+    rpc_connect_milliseconds: Annotated[int, Field(ge=50, le=60_000)] = 500
+    """For a connection to the master, in milliseconds."""
+    rpc_milliseconds: Annotated[int, Field(ge=100, le=60_000)] = 2_000
+    """For one answer of the master, in milliseconds. Less loses saves when the CPU is scarce."""
+    handshake_seconds: Annotated[int, Field(ge=1, le=60)] = 1
+    """For a connection to a replica that lends memory, in seconds."""
+    transfer_seconds: Annotated[int, Field(ge=1, le=15)] = 3
+    """For the next bytes of a transfer from or to a replica, in seconds."""
+    load_seconds: Annotated[int, Field(ge=1, le=60)] = 5
+    """For all of one load; then the request's prefix is computed. In seconds."""
+
+
 class KVCachePoolSpec(Api):
     """What the user asks of a pool."""
 
     master: Annotated[Master, Field(default_factory=Master)]
     memory: Annotated[Memory, Field(default_factory=Memory)]
+    client_timeouts: Annotated[ClientTimeouts, Field(default_factory=ClientTimeouts)]
     pod_template: Annotated[PodTemplate | None, Field(json_schema_extra=_template_rules)] = None
     """What should differ in the master's pod: merged over what Moontide makes."""
 
