@@ -14,8 +14,6 @@ UNSCHEDULABLE = dt.timedelta(seconds=30)
 """A scheduler's no before this age is normal life: the pod that leaves still holds its GPU."""
 UNPREPARED = dt.timedelta(seconds=60)
 """Volumes and network of a pod are there within seconds; an image's pull is not counted."""
-UNREADY = dt.timedelta(seconds=60)
-"""An engine that says it is open passes its readiness probe within a second."""
 CRASHES = 2
 """A container that was restarted so often and has not started since is in a loop, also while it runs."""
 
@@ -63,10 +61,7 @@ class Pod:
     unscheduled_since: dt.datetime | None = None
     unprepared_since: dt.datetime | None = None
     """Since when it has a node and its volumes or its network are not there; None when they are."""
-    unready_since: dt.datetime | None = None
     containers: tuple[Container, ...] = ()
-    says_open: bool = False
-    """The engine answers that it serves."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +104,6 @@ def _of(pod: Pod, now: dt.datetime, leaving: bool) -> Stall | None:
     if pod.unprepared_since is not None and now - pod.unprepared_since >= UNPREPARED:
         text = f"its volumes or its network are not there; kubectl describe pod {pod.name} says which"
         return Stall(pod.name, "NotPrepared", text)
-    if pod.says_open and pod.unready_since is not None and now - pod.unready_since >= UNREADY:
-        text = "the engine says that it serves, and the kubelet's readiness probe of its inference port fails"
-        return Stall(pod.name, "ReadinessProbeFails", text)
     return None
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable
-from dataclasses import replace
 
 from kubernetes.aio import client as k8s
 
 from moontide.planning.model import Replica
 from moontide.planning.stall import Container, Pod, Stall, stalled
 
+_KILLED = (137, 143)
+"""What a container ends with after SIGKILL and SIGTERM."""
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
@@ -20,14 +21,7 @@ def stall_of(deployment: k8s.V1Deployment | None, replicas: Iterable[Replica], n
     for each in (status.conditions if status is not None else None) or ():
         if each.type == "ReplicaFailure" and each.status == "True":
             return Stall("", each.reason or "FailedCreate", (each.message or "")[:1000])
-    return stalled(
-        [
-            replace(each.pod_state, says_open=each.status is not None and each.status.state == "open")
-            for each in replicas
-            if each.pod_state is not None
-        ],
-        now,
-    )
+    return stalled([each.pod_state for each in replicas if each.pod_state is not None], now)
 
 
 def facts(pod: k8s.V1Pod) -> Pod:
@@ -49,7 +43,6 @@ def facts(pod: k8s.V1Pod) -> Pod:
         unscheduled_message=(scheduled.message or "") if scheduled is not None else "",
         unscheduled_since=scheduled.last_transition_time if scheduled is not None else None,
         unprepared_since=prepared if scheduled is not None and not waits else None,
-        unready_since=_false_since(conditions.get("Ready")),
         containers=tuple(_container(each) for each in statuses),
     )
 
@@ -81,5 +74,7 @@ def _ended(ended: k8s.V1ContainerStateTerminated) -> str:
         text = f"signal {ended.signal}"
     if ended.reason and ended.reason != "Error":
         text += f" ({ended.reason})"
+    elif ended.exit_code in _KILLED:
+        text += " (it was killed, perhaps as a probe failed: see spec.startupSeconds)"
     # A container's last words: /dev/termination-log.
     return f"{text}: {ended.message.strip()[-300:]}" if ended.message else text

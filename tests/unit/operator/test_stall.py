@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from kubernetes.aio import client as k8s
 
-from moontide.planning.model import EngineStatus, Replica
-from moontide.planning.stall import UNPREPARED, UNREADY, UNSCHEDULABLE, Stall
+from moontide.planning.model import Replica
+from moontide.planning.stall import UNPREPARED, UNSCHEDULABLE, Stall
 from moontide.reconcile.stalls import facts, stall_of
 
 BEGAN = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
@@ -28,7 +28,6 @@ def _pod(
     conditions: dict[str, tuple[str, dict[str, Any]]] | None = None,
     leaving: bool = False,
     more: list[dict[str, Any]] | None = None,
-    is_open: bool = False,
 ) -> Replica:
     """A pod as the API server sends it."""
     base = {"name": "engine", "image": "e:1", "imageID": "", "ready": False, "restartCount": 0, "started": False}
@@ -49,9 +48,6 @@ def _pod(
     }
     pod = k8s.V1Pod.from_dict(body)
     assert pod is not None
-    said_open = {"boot_id": "b", "state": "open", "clean": False, "drained": False, "running": 0}
-    said_open |= {"epoch": 1, "version": "1", "weights_version": "1"}
-    status = EngineStatus.model_validate(said_open) if is_open else None
     return Replica(
         name=name,
         pod_uid=name,
@@ -59,7 +55,6 @@ def _pod(
         address=None,
         container_id=None,
         may_have_served=False,
-        status=status,
         pod_state=facts(pod),
     )
 
@@ -112,11 +107,12 @@ STALLS: list[tuple[Replica, Stall]] = [
         Stall("a", "NotPrepared", "its volumes or its network are not there; kubectl describe pod a says which"),
     ),
     (
-        _pod(conditions=NOT_READY, engine={"state": RUNNING, "started": True}, is_open=True),
+        _pod(engine={"state": RUNNING, "restartCount": 2, "lastState": _ended(137)}),
         Stall(
             "a",
-            "ReadinessProbeFails",
-            "the engine says that it serves, and the kubelet's readiness probe of its inference port fails",
+            "CrashLoopBackOff",
+            "container engine ended last with exit status 137 (it was killed, perhaps as a probe failed: see "
+            "spec.startupSeconds)",
         ),
     ),
 ]
@@ -140,7 +136,6 @@ def test_a_stall_names_the_pod_and_the_reason(replica: Replica, wanted: Stall) -
         (_pod(engine={"state": RUNNING, "restartCount": 5, "started": True, "lastState": _ended(1)}), LATER),
         (_pod(engine={"state": RUNNING}, more=[{"name": "f", "state": _ended(0), "restartCount": 3}]), LATER),
         (_pod(conditions=NOT_READY, engine={"state": RUNNING, "started": True}), LATER),
-        (_pod(conditions=NOT_READY, engine={"state": RUNNING}, is_open=True), BEGAN + UNREADY / 2),
         (_pod(engine=_waiting("CrashLoopBackOff", lastState=_ended(1)), leaving=True), LATER),
         (_pod(conditions={}), LATER),
     ],
