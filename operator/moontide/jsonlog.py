@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 
-FIELDS = ("resource", "epoch", "replica", "step", "reason", "seconds", "user", "verb")
+FIELDS = ("resource", "epoch", "replica", "step", "reason", "began", "seconds", "user", "verb")
 """What ``extra=`` may carry; other keys do not get into the log."""
 
 

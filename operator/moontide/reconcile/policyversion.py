@@ -30,6 +30,7 @@ from moontide.planning.model import (
 from moontide.reconcile import adopted
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
+from moontide.status import timestamp
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +117,11 @@ async def _act(
     limit = asyncio.Semaphore(CALLS_AT_ONCE)
     elsewhere = {each.meta.uid: each for each in followers if each.meta.namespace != policy.meta.namespace}
 
+    began: dict[int, str] = {}
+
     async def one(action: Action) -> Result:
         async with limit:
+            began[id(action)] = timestamp(ctx.now())
             return await perform(ctx, action)
 
     async def tell(action: Action, reason: str, message: str, type: Literal["Normal", "Warning"] = "Normal") -> None:
@@ -141,7 +145,15 @@ async def _act(
             step.value,
             replica,
             outcome,
-            extra=_fields(policy, epoch, replica=replica, step=step.value, seconds=round(result.seconds, 4)),
+            extra=_fields(
+                policy,
+                epoch,
+                replica=replica,
+                step=step.value,
+                # `kubectl moontide timeline` draws these: status is written during the pause, and has no room for them.
+                began=began.get(id(action)),
+                seconds=round(result.seconds, 4),
+            ),
         )
         if isinstance(action, Replace):
             await tell(action, "ReplicaReplaced", f"{replica}: {action.message}", "Warning")

@@ -50,16 +50,23 @@ def _version(text: str) -> int | str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _seconds(text: str) -> float:
-    """Seconds, also as 90s, 5m or 1h."""
+def seconds_of(text: str) -> float:
+    """Seconds, also as 90s, 5m or 1h. Raises ValueError."""
     unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
     try:
         seconds = float(text[:-1]) * unit if unit else float(text)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds, or for example 90s, 5m or 1h")
+        raise ValueError(f"{text!r} is no time: write seconds, or for example 90s, 5m or 1h")
     return seconds
+
+
+def _seconds(text: str) -> float:
+    try:
+        return seconds_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -225,8 +232,13 @@ def _access(options: argparse.Namespace) -> Access:
     )
 
 
-def main(arguments: Sequence[str] | None = None, *, access: Access | None = None) -> int:
-    """The exit status."""
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    access: Access | None = None,
+    told: Callable[[MoontideError], str] = str,
+) -> int:
+    """The exit status. ``told`` puts an error into words."""
     options = parser().parse_args(arguments)
     try:
         found = access or _access(options)
@@ -234,7 +246,7 @@ def main(arguments: Sequence[str] | None = None, *, access: Access | None = None
         with Api(found) as api:
             api.run(options.run(options, target))
     except MoontideError as error:
-        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        print(f"{_PROGRAM}: {told(error)}", file=sys.stderr)
         late = isinstance(error, CommitTimeout | PrepareTimeout | ApiUnavailable)
         if isinstance(error, PrepareTimeout):
             print(f"spec.preparing stays as it is; clear it with: {target.command('abort')}", file=sys.stderr)

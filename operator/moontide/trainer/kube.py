@@ -18,8 +18,11 @@ from moontide.trainer.steps import Answer, Call, Sleep, Steps
 T = TypeVar("T")
 
 
-def _options(access: Access) -> dict[str, Any]:
-    """The environment's proxies are for hooks only: an API server is seldom behind one, and a kubeconfig names it."""
+def http_options(access: Access) -> dict[str, Any]:
+    """What a client of httpx needs.
+
+    The environment's proxies are for hooks only: an API server is seldom behind one, and a kubeconfig names it.
+    """
     return {
         "base_url": access.server,
         "verify": access.tls if access.tls is not None else True,
@@ -74,7 +77,7 @@ class Api:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._http = httpx.Client(**_options(access))
+        self._http = httpx.Client(**http_options(access))
 
     def __enter__(self) -> Api:
         return self
@@ -127,7 +130,7 @@ class AsyncApi:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._http = httpx.AsyncClient(**_options(access))
+        self._http = httpx.AsyncClient(**http_options(access))
 
     async def __aenter__(self) -> AsyncApi:
         return self

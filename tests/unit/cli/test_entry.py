@@ -1,0 +1,55 @@
+"""One script for two images: the trainer's has neither typer nor rich, and goes on as before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import importlib.abc, importlib.util, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {BLOCKED}:
+            raise ImportError(f"{name} is not installed")
+
+sys.meta_path.insert(0, Blocked())
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name.split(".")[0] in {BLOCKED} else real(name, *more)
+from moontide.cli.entry import main
+status = main(sys.argv[1:])
+ours = {name for name in sys.modules if name.startswith("moontide.")}
+extra = {name for name in ours if not name.startswith(("moontide.trainer", "moontide.cli"))}
+assert not extra, extra
+assert "moontide.cli.app" not in ours
+sys.exit(status)
+"""
+TRAINER = {"typer", "rich", "kopf", "kubernetes", "pydantic", "aiohttp", "prometheus_client", "yaml", "PIL"}
+
+
+def run(*arguments: str, blocked: set[str] = TRAINER) -> subprocess.CompletedProcess[str]:
+    code = PROGRAM.replace("{BLOCKED}", repr(blocked))
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_trainers_image_has_the_plain_commands() -> None:
+    done = run("status", "policy", "--kubeconfig", "/nowhere")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("kubectl moontide: kubeconfig /nowhere cannot be read")
+    assert "bump" in run("--help").stdout
+
+
+@pytest.mark.parametrize("command", ["doctor", "history", "explain", "timeline"])
+def test_what_a_trainers_image_lacks_is_one_sentence(command: str) -> None:
+    done = run(command, "policy")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kubectl moontide {command} needs typer, rich, ")
+    assert done.stderr.endswith("pip install 'moontide[cli]'\n")
+
+
+def test_without_typer_alone_it_is_plain_too() -> None:
+    done = run("doctor", blocked={"typer"})
+    assert (done.returncode, done.stderr) == (2, "kubectl moontide doctor needs typer: pip install 'moontide[cli]'\n")
