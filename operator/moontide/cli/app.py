@@ -29,6 +29,7 @@ from moontide.cli import history as histories
 from moontide.cli import live, picture, screen
 from moontide.cli.checks import Level, examine, worst
 from moontide.cli.cluster import Cluster, core, items
+from moontide.cli.credentials import token_of
 from moontide.cli.errors import CliError, Denied
 from moontide.cli.gather import PolicySight, Sight, look, policies
 from moontide.cli.gather import hint as hint_at
@@ -99,6 +100,7 @@ class Where:
             hook=self.hook,
             token_file=self.hook_token_file,
             ca_file=self.hook_ca_file,
+            by_program=token_of,
         )
 
     @contextlib.contextmanager
@@ -231,7 +233,7 @@ def status(
 ) -> int:
     """The fleet on one screen: policies, deployments, replicas, pools."""
     if where.by_hook and policy is not None and output is Output.TEXT and not watch:
-        return plain.main(["status", policy, *where.arguments()])
+        return plain.main(["status", policy, *where.arguments()], access=where.access())
     if everywhere and policy is not None:
         raise typer.BadParameter("one policy is in one namespace: leave -A out, or the name")
     with where.cluster() as cluster:
@@ -414,12 +416,12 @@ def _plainly(
     arguments = [verb, *where.arguments(), *(["--wait"] if wait else [])]
     arguments += [f"--timeout={timeout}"] if timeout is not None else []
     arguments += [name, *more]
+    access = where.access()
     if output is Output.TEXT:
-        return plain.main(arguments, told=_with_hint(where, name))
+        return plain.main(arguments, access=access, told=_with_hint(where, name))
     with contextlib.redirect_stdout(sys.stderr):
-        done = plain.main(arguments, told=_with_hint(where, name))
+        done = plain.main(arguments, access=access, told=_with_hint(where, name))
     if done in (DONE, LATE):
-        access = where.access()
         target = access.target(name, where.namespace)
         with Api(access) as api:
             _json(api.run(read(target, target.clock() + READ_SECONDS)).body)

@@ -15,6 +15,8 @@ from moontide.trainer import cli as plain
 NEEDED = ("typer", "rich", "pydantic", "kubernetes", "yaml")
 MORE = ("history", "explain", "doctor", "timeline")
 """The commands that the plain program does not have."""
+FLAGS = ("--dry-run", "-o", "--output", "-w", "--watch", "-A", "--all-namespaces", "--no-engines")
+"""And its options, of commands that it has."""
 
 
 def missing() -> list[str]:
@@ -30,8 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         full: Callable[[Sequence[str]], int] = importlib.import_module("moontide.cli.app").main
         return full(given)
     asked = next((each for each in given if not each.startswith("-")), "")
-    if asked in MORE:
-        text = f"kubectl moontide {asked} needs {', '.join(lacking)}: pip install 'moontide[cli]'"
+    flag = next((each for each in given if each.partition("=")[0] in FLAGS), "")
+    if asked in MORE or flag:
+        what = asked if asked in MORE else flag
+        text = f"kubectl moontide {what} needs {', '.join(lacking)}: pip install 'moontide[cli]'"
         print(text, file=sys.stderr)
         return plain.WRONG
     return plain.main(given)

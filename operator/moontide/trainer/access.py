@@ -22,6 +22,8 @@ _TOKEN_ADVICE = (
     "use a token instead: kubectl config set-credentials moontide --token=$(kubectl create token SERVICEACCOUNT), "
     "and a context with that user"
 )
+ByProgram = Callable[[str, Mapping[str, Any]], str]
+"""Gives the token that a kubeconfig's program gives, from where it is named (for people) and what is said of it."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,13 @@ def find(
     ca_file: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
     service_account: Path = SERVICE_ACCOUNT,
+    by_program: ByProgram | None = None,
 ) -> Access:
     """The first of: ``hook``, or ``kubeconfig``; the hook that $MOONTIDE_HOOK names; the files that $KUBECONFIG names;
     this pod's service account; ~/.kube/config.
 
-    With a ``context`` only kubeconfigs count. Raises AccessError.
+    With a ``context`` only kubeconfigs count. ``by_program`` runs what a kubeconfig names under ``exec``. Raises
+    AccessError.
     """
     environ = os.environ if environ is None else environ
     explicit = kubeconfig is not None or context is not None
@@ -87,13 +91,14 @@ def find(
         raise AccessError(f"a token alone reaches nothing: give the hook's URL, too, as hook=, --hook or ${HOOK}")
     default = Path(environ.get("HOME") or Path.home()) / ".kube" / "config"
     if kubeconfig is not None:
-        return _from_kubeconfig([Path(kubeconfig)], context)
+        return _from_kubeconfig([Path(kubeconfig)], context, by_program)
     if environ.get("KUBECONFIG"):
-        return _from_kubeconfig([Path(each) for each in environ["KUBECONFIG"].split(os.pathsep) if each], context)
+        paths = [Path(each) for each in environ["KUBECONFIG"].split(os.pathsep) if each]
+        return _from_kubeconfig(paths, context, by_program)
     if context is None and environ.get("KUBERNETES_SERVICE_HOST") and (service_account / "token").exists():
         return _in_cluster(environ, service_account)
     if default.exists():
-        return _from_kubeconfig([default], context)
+        return _from_kubeconfig([default], context, by_program)
     raise AccessError(
         f"no cluster is known: this is no pod with a service account, $KUBECONFIG is empty and {default} does not "
         "exist; set KUBECONFIG, or give a kubeconfig"
@@ -144,7 +149,7 @@ def _in_cluster(environ: Mapping[str, str], folder: Path) -> Access:
     )
 
 
-def _from_kubeconfig(paths: list[Path], context: str | None) -> Access:
+def _from_kubeconfig(paths: list[Path], context: str | None, by_program: ByProgram | None) -> Access:
     config = _merged(paths)
     shown = os.pathsep.join(str(path) for path in paths)
     chosen = context or str(config["current-context"])
@@ -160,10 +165,15 @@ def _from_kubeconfig(paths: list[Path], context: str | None) -> Access:
     if not cluster or not cluster.get("server"):
         raise AccessError(f"{where}: cluster {entry.get('cluster')!r} has no server; write clusters[].cluster.server")
     for key in ("exec", "auth-provider", "username", "as"):
+        if key == "exec" and by_program is not None:
+            continue
         if user.get(key):
             program = f" ({user[key].get('command')})" if key == "exec" and isinstance(user[key], dict) else ""
             raise AccessError(f"{where}: credentials by `{key}`{program} are not supported; {_TOKEN_ADVICE}")
     token_file = _path(user, "tokenFile")
+    token = str(user.get("token") or "").strip()
+    if by_program is not None and isinstance(user.get("exec"), dict):
+        token, token_file = by_program(where, {**user["exec"], "/folder": user["/folder"]}), None
     return Access(
         server=str(cluster["server"]).rstrip("/"),
         namespace=str(entry.get("namespace") or "default"),
@@ -175,7 +185,7 @@ def _from_kubeconfig(paths: list[Path], context: str | None) -> Access:
             _bytes(where, user, "client-key"),
             insecure=bool(cluster.get("insecure-skip-tls-verify")),
         ),
-        token=str(user.get("token") or "").strip(),
+        token=token,
         token_file=token_file,
         tls_name=str(cluster.get("tls-server-name") or ""),
         proxy=str(cluster["proxy-url"]) if cluster.get("proxy-url") else None,

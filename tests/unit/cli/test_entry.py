@@ -50,6 +50,14 @@ def test_what_a_trainers_image_lacks_is_one_sentence(command: str) -> None:
     assert done.stderr.endswith("pip install 'moontide[cli]'\n")
 
 
+@pytest.mark.parametrize("flag", ["--dry-run", "-A", "--output=json"])
+def test_what_it_lacks_of_an_option_is_one_sentence_too(flag: str) -> None:
+    done = run("bump", "policy", "4", flag)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kubectl moontide {flag.partition('=')[0]}")
+    assert "needs typer" in done.stderr
+
+
 def test_without_typer_alone_it_is_plain_too() -> None:
     done = run("doctor", blocked={"typer"})
     assert (done.returncode, done.stderr) == (2, "kubectl moontide doctor needs typer: pip install 'moontide[cli]'\n")
