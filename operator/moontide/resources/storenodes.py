@@ -7,8 +7,8 @@ from kubernetes.aio import client as k8s
 from moontide import labels, naming
 from moontide.api.v1alpha1 import KVCachePoolSpec, quantity_bytes
 from moontide.api.v1alpha1.common import ResourceRequirements
-from moontide.api.v1alpha1.kvcachepool import NODE_OVERHEAD, StoreNodes
-from moontide.resources import common
+from moontide.api.v1alpha1.kvcachepool import NODE_OVERHEAD, ClientTimeouts, StoreNodes
+from moontide.resources import common, timeouts
 
 CONTAINER = "store-node"
 EXIT_SECONDS = 20
@@ -31,7 +31,7 @@ def deployment(
         automount_service_account_token=False,
         security_context=common.pod_security(),
         termination_grace_period_seconds=given.drain_seconds + EXIT_SECONDS,
-        containers=[_container(pool, namespace, spec.master.image or default_image, given)],
+        containers=[_container(pool, namespace, spec.master.image or default_image, given, spec.client_timeouts)],
         volumes=[common.empty_dir("tmp")],
     )
     return k8s.V1Deployment(
@@ -51,7 +51,7 @@ def deployment(
     )
 
 
-def _container(pool: str, namespace: str, image: str, nodes: StoreNodes) -> k8s.V1Container:
+def _container(pool: str, namespace: str, image: str, nodes: StoreNodes, waits: ClientTimeouts) -> k8s.V1Container:
     master = naming.service_host(naming.master(pool), namespace)
     port = naming.STORE_NODE_PORT
     return k8s.V1Container(
@@ -66,9 +66,8 @@ def _container(pool: str, namespace: str, image: str, nodes: StoreNodes) -> k8s.
                     "MOONTIDE_MASTER_METRICS": f"http://{master}:{naming.MASTER_METRICS_PORT}",
                     "MOONTIDE_SEGMENT_BYTES": str(quantity_bytes(nodes.segment_size)),
                     "MOONTIDE_DRAIN_SECONDS": str(nodes.drain_seconds),
-                    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
-                    "MC_RPC_TIMEOUT_MS": "2000",
-                    "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
+                    **timeouts.rpc(waits),
+                    "MC_HANDSHAKE_CONNECT_TIMEOUT": str(waits.handshake_seconds),
                     "HOME": "/tmp",
                 }
             ),
