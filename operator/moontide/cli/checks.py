@@ -249,7 +249,10 @@ def operator_rights(namespace: str) -> list[Right]:
         (GROUP, ours[:2], "finalizers", ("update",)),
         ("apps", ("deployments",), "", ("get", "list", "watch", "create", "patch")),
         ("", ("services", "configmaps"), "", ("get", "list", "watch", "create", "patch")),
+        ("policy", ("poddisruptionbudgets",), "", ("get", "create", "patch", "delete")),
+        ("leaderworkerset.x-k8s.io", ("leaderworkersets",), "", ("get", "create", "patch")),
         ("", ("secrets",), "", ("create", "patch")),
+        ("", ("persistentvolumeclaims",), "", ("get",)),
         ("", ("pods",), "", ("list", "watch", "patch", "delete")),
         ("", ("events",), "", ("create", "patch")),
     ]

@@ -132,7 +132,12 @@ async def test_a_fleet_of_groups_has_no_deployment(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     cluster.kube.put("InferenceDeployment", "ns", "chat", SPEC)
     await ifd.reconcile(cluster.ctx, "ns", "chat")
-    assert [child.kind for child in cluster.kube.applied] == ["Secret", "Service", "LeaderWorkerSet"]
+    assert [child.kind for child in cluster.kube.applied] == [
+        "Secret",
+        "Service",
+        "LeaderWorkerSet",
+        "PodDisruptionBudget",
+    ]
 
 
 @pytest.mark.parametrize("ready", [0, 3])

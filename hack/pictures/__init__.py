@@ -1,0 +1,1 @@
+"""Pictures of `kubectl moontide` under docs/pictures, made from what it read in a real run."""
