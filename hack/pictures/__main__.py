@@ -28,7 +28,7 @@ COLUMNS = 118
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, monospace; font-size: {char_height}px; \
-line-height: {line_height}px; font-variant-east-asian: full-width; }}
+line-height: {line_height}px; }}
 {styles}
 </style>
 <defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>\

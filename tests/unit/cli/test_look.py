@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from moontide.cli import app, live
 from moontide.cli.app import main
-from moontide.cli.cluster import Reply
+from moontide.cli.cluster import Reply, items
 from moontide.cli.gather import look
 from moontide.cli.rehearsal import rehearse
 from moontide.cli.screen import rows
 from moontide.planning import protocol
+from moontide.trainer.errors import ApiUnavailable
 from tests.unit.cli.paper import MOONTIDE, PaperCluster, paper
 from tests.unit.cli.test_rehearsal import world_of
 
@@ -263,3 +266,47 @@ def test_kubectl_and_shells_complete_commands_and_names(type_into: Type, capsys:
         main(["--show-completion", "bash"])
     assert ended.value.code == 0
     assert "_KUBECTL_MOONTIDE_COMPLETE=complete_bash" in capsys.readouterr().out
+
+
+def test_on_a_terminal_it_is_one_screen_that_changes() -> None:
+    cluster = paper(world_of(True))
+    text = io.StringIO()
+    terminal = Console(file=text, force_terminal=True, width=120, color_system=None)
+    live.watch(terminal, lambda: look(cluster, "rl"), sleep=lambda _: None, looks=2)
+    assert "chat-1" in text.getvalue()
+    assert "\x1b[" in text.getvalue()
+
+    tried: list[int] = []
+
+    def flaky() -> Any:
+        tried.append(1)
+        if len(tried) == 2:
+            raise ApiUnavailable("the API server is away")
+        return look(cluster, "rl")
+
+    live.watch(terminal, flaky, sleep=lambda _: None, looks=3)
+    assert "not seen: the API server is away" in text.getvalue()
+
+    done = live.follow(terminal, cluster, "rl", "policy", "1", 5.0)
+    assert done == 0
+    assert "version 1 is current in epoch 1, 2/2 replicas" in text.getvalue()
+
+
+def test_long_lists_are_read_to_their_end() -> None:
+    pages = iter(
+        [
+            Reply(200, {"items": [{"metadata": {"name": "b"}}], "metadata": {"continue": "more"}}),
+            Reply(200, {"items": [{"metadata": {"name": "a"}}], "metadata": {}}),
+        ]
+    )
+    params: list[Any] = []
+
+    class Paged(PaperCluster):
+        """Gives a list in two pages."""
+
+        def ask(self, path: str, given: Any = None, body: Any = None) -> Reply:
+            params.append(dict(given))
+            return next(pages)
+
+    assert [each["metadata"]["name"] for each in items(Paged(), "/x")] == ["a", "b"]
+    assert params == [{"limit": "500"}, {"limit": "500", "continue": "more"}]
