@@ -38,8 +38,8 @@ def _first(texts: Iterable[str]) -> Iterable[tuple[bool, str]]:
 
 def policy(sight: Sight, seen: PolicySight, rehearsal: Rehearsal) -> list[str]:
     """Everything that `explain` prints of one policy."""
-    spec, status, meta = seen.resource.model.spec, seen.status, seen.resource.meta
-    fresh = status.observed_generation == meta.generation
+    spec, status = seen.resource.model.spec, seen.status
+    fresh = status.observed_generation == seen.resource.meta.generation
     lines = [
         f"{seen.full_name}: strategy {spec.strategy}, weights {spec.weights} ({_WEIGHTS[spec.weights]})",
         f"  asked for   version {spec.label}" + ("" if fresh else ", which the operator has not looked at yet"),
@@ -60,12 +60,6 @@ def policy(sight: Sight, seen: PolicySight, rehearsal: Rehearsal) -> list[str]:
         lines += ["", "no fleet follows it: name it in spec.policyRef of an InferenceDeployment"]
     for each in followers:
         lines += ["", *fleet(each, seen, rehearsal)]
-    outside = [each for each in sight.fleets if each.follows == (meta.namespace, meta.name) and each not in followers]
-    lines += [
-        f"{each.full_name} names the policy and may not follow it: add {each.resource.meta.namespace} to "
-        "spec.allowedNamespaces"
-        for each in outside
-    ]
     lines += ["", f"the planner {looks(rehearsal)[0]}", *looks(rehearsal)[1:]]
     lines += assumptions(followers)
     lines += [f"not seen: {each}" for each in sight.unseen]

@@ -204,7 +204,8 @@ def _deployments(at: _Look, namespace: str | None, policy: PolicySight | None) -
             at.say(f"fleets of {place or 'all namespaces'} that may follow the policy: {error}")
             if place is None:
                 found += items(at.reader, where("inferencedeployments", meta.namespace))
-    return [each for each in found if follows(each) == (meta.namespace, meta.name)]
+    mine = [each for each in found if follows(each) == (meta.namespace, meta.name)]
+    return sorted(mine, key=lambda each: (each["metadata"]["namespace"], each["metadata"]["name"]))
 
 
 def _pools(at: _Look, places: list[str] | None, namespace: str | None) -> list[Resource[KVCachePool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from moontide.cli.gather import look
 from moontide.cli.rehearsal import rehearse
 from moontide.cli.screen import rows
 from moontide.planning import protocol
+from moontide.planning.model import EngineStatus
 from moontide.trainer.errors import ApiUnavailable
 from tests.unit.cli.paper import MOONTIDE, PaperCluster, paper
 from tests.unit.cli.test_rehearsal import world_of
@@ -310,3 +312,40 @@ def test_long_lists_are_read_to_their_end() -> None:
 
     assert [each["metadata"]["name"] for each in items(Paged(), "/x")] == ["a", "b"]
     assert params == [{"limit": "500"}, {"limit": "500", "continue": "more"}]
+
+
+def test_engines_that_others_launched_are_asked_by_their_url(type_into: Type) -> None:
+    cluster = paper(world_of(True))
+    fleet = cluster.lists[f"{MOONTIDE}/namespaces/rl/inferencedeployments"][0]
+    engine = next(iter(cluster.answers.values()))
+    assert isinstance(engine, EngineStatus)
+    url = "http://10.9.0.1:8001"
+    fleet["spec"] = {"endpoints": {"urls": [url]}, "policyRef": {"name": "policy"}}
+    fleet["status"]["adopted"] = {engine.boot_id: url}
+    cluster.answers = {"10.9.0.1:8001": engine.model_copy(update={"key_namespace": "fleet-chat"})}
+    (found,) = rows(look(cluster, "rl", "policy").fleets)
+    assert (found.replica, found.state, found.source) == ("10.9.0.1:8001", "open", "engine")
+    assert "(adopted)" in type_into(cluster, "status")[0]
+    cluster.answers = {}
+    sight = look(cluster, "rl", "policy")
+    assert [(row.state, row.epoch, row.source) for row in rows(sight.fleets)] == [("open", 1, "status")]
+    assert "none answers from here" in sight.unseen[0]
+
+
+def test_fleets_of_other_namespaces_are_followers_where_the_policy_allows_them(type_into: Type) -> None:
+    world = world_of(True)
+    cluster = paper(world)
+    fleet = copy.deepcopy(cluster.lists[f"{MOONTIDE}/namespaces/rl/inferencedeployments"][0])
+    fleet["metadata"] |= {"namespace": "lab", "name": "far", "uid": "fleet-far"}
+    fleet["spec"]["policyRef"] = {"name": "policy", "namespace": "rl"}
+    del fleet["spec"]["kvCache"]
+    cluster.add(f"{MOONTIDE}/namespaces/lab/inferencedeployments", fleet)
+    assert "far" not in type_into(cluster, "explain", "policy")[0]
+    spec = cluster.lists[POLICIES][0]["spec"]
+    for allowed in (["lab"], ["*"]):
+        spec["allowedNamespaces"] = allowed
+        sight = look(cluster, "rl", "policy")
+        assert [each.name for each in sight.observed(sight.policies[0]).fleets] == ["lab/far", "chat"]
+    assert "fleet lab/far:" in type_into(cluster, "explain", "policy")[0]
+    spec["allowedNamespaces"] = []
+    assert "lab/far" in type_into(cluster, "status", "-A")[0]
