@@ -240,7 +240,7 @@ def test_an_interrupt_ends_it_quietly(here: Cluster, monkeypatch: pytest.MonkeyP
 
 def test_the_console_script(here: Cluster) -> None:
     script = Path(sys.executable).parent / "kubectl-moontide"
-    done = subprocess.run([script, "status", "policy"], capture_output=True, text=True, check=False)
+    done = subprocess.run([script, "wait", "policy"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("rl/policy,")
+    assert "PolicyVersion rl/policy: version 1 is current in epoch" in done.stdout
     assert here.requests
