@@ -135,8 +135,8 @@ def reset(fleet: kit.Fleet, patched: bool) -> str:
     return "; ".join(dict.fromkeys(said))
 
 
-def run(name: str, patched: bool, model: Path, seconds: float, folder: Path) -> Arm:
-    """One arm, from the start of its processes to their end."""
+def run(name: str, patched: bool, model: Path, seconds: float, folder: Path) -> None:
+    """One arm, from the start of its processes to their end; its row is printed."""
     arm = Arm(name)
     for module in (kit.ROOT / "tests/component/engine/stock_on_cpu.py", ROOT / "bench/block_watch.py"):
         kit.vllm_plugin(folder / "plugins", module)
@@ -167,12 +167,13 @@ def run(name: str, patched: bool, model: Path, seconds: float, folder: Path) -> 
             arm.blocks.append(json.loads(path.read_text()) if path.exists() else {})
             if process.popen.poll() is not None or "EngineDeadError" in process.tail(2000):
                 arm.crashed.append(f"engine {number}: {reason(process)}")
+        # Engines can take long to end.
+        report(arm)
     finally:
         for process in processes:
             process.end(20)
         if master.process is not None:
             master.process.end(10)
-    return arm
 
 
 def finish(fleet: kit.Fleet, arm: Arm, prompts: list[str], patched: bool) -> None:
@@ -215,7 +216,7 @@ def report(arm: Arm) -> None:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=40)
     parser.add_argument("--arm", choices=("stock", "patched"), action="append")
     parser.add_argument("--keep", type=Path, help="keep the logs in this folder")
     options = parser.parse_args()
@@ -228,7 +229,7 @@ def main() -> int:
         for name in options.arm or ("stock", "patched"):
             folder = home / name
             folder.mkdir(parents=True)
-            report(run(name, name == "patched", model, options.seconds, folder))
+            run(name, name == "patched", model, options.seconds, folder)
     return 0
 
 
