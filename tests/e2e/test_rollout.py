@@ -23,7 +23,7 @@ from hack.demo.prompts import Prompts
 from hack.demo.story import MODELS, side_of
 from tests.e2e.faults import found
 
-ROLL_SECONDS = 240.0
+ROLL_SECONDS = 420.0
 GPU = "nvidia.com/gpu"
 SHARED_MEMORY = 1 << 30
 """The default of ``spec.sharedMemory``."""
@@ -134,7 +134,7 @@ def _count(what: str, answers: Sequence[Answer], version: str, epoch: int) -> No
 @contextmanager
 def _load(fleet: Fleet, fronts: Sequence[Front], texts: Prompts) -> Iterator[Load]:
     prompts = dict(enumerate(texts.load))
-    with Load(fronts, fleet.model, prompts, clients=4) as load:
+    with Load(fronts, fleet.model, prompts, clients=2) as load:
         assert len(load.until(8, 60)) >= 8
         yield load
         assert len(load.until(8, 60)) >= 8
