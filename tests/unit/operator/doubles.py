@@ -176,7 +176,8 @@ class FakeKube:
         self.applied += children
 
     async def delete_budget(self, namespace: str, name: str, owner: str) -> bool:
-        return False
+        self.deleted.append((namespace, name))
+        return True
 
     async def get_child_deployment(self, namespace: str, name: str) -> None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from kubernetes.aio import client as k8s
 
 from moontide.api.v1alpha1 import InferenceDeploymentSpec, KVCachePoolSpec
 from moontide.api.v1alpha1.podtemplate import ENGINE_FIELDS, MASTER_FIELDS, POD_FIELDS, WIPER_FIELDS, PodTemplate
+from moontide.reconcile import inferencedeployment
 from moontide.resources import engine, podtemplate, store
+from tests.unit.operator.doubles import Cluster
 
 OWNER = k8s.V1OwnerReference(api_version="v", kind="InferenceDeployment", name="chat", uid="u", controller=True)
 
@@ -171,3 +174,29 @@ def test_the_rules_at_admission_name_every_volume_that_is_not_free() -> None:
     assert spec.template.spec is not None
     for volume in spec.template.spec.volumes or ():
         assert (f"'{volume.name}'" in rule) != (volume.name in podtemplate.ENGINE.free_volumes)
+
+
+async def test_a_refused_override_is_told_and_nothing_is_applied(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    model = {"source": "pvc://weights/a", "servedName": "tiny"}
+    bad = _container("engine", **{"$patch": "delete"})
+    cluster.kube.put("InferenceDeployment", "ns", "chat", {"model": model, "podTemplate": bad})
+    await inferencedeployment.reconcile(cluster.ctx, "ns", "chat")
+    assert cluster.kube.applied == []
+    said = cluster.kube.condition("InferenceDeployment", "ns", "chat", "Progressing")
+    assert said[:2] == ("False", "PodTemplateRefused")
+    assert ("InferenceDeployment", "ns", "chat", "PodTemplateRefused") in cluster.kube.events
+
+    cluster.kube.put(
+        "InferenceDeployment", "ns", "chat", {"model": model, "podTemplate": {"spec": {"hostNetwork": True}}}
+    )
+    await inferencedeployment.reconcile(cluster.ctx, "ns", "chat")
+    assert [each.kind for each in cluster.kube.applied] == ["Secret", "Service", "Deployment", "PodDisruptionBudget"]
+    assert cluster.kube.applied[2].body["spec"]["template"]["spec"]["hostNetwork"] is True
+    assert cluster.kube.deleted == []
+    off = {"model": model, "rollout": {"disruptionBudget": "Off"}}
+    cluster.kube.put("InferenceDeployment", "ns", "chat", off)
+    await inferencedeployment.reconcile(cluster.ctx, "ns", "chat")
+    assert [each.kind for each in cluster.kube.applied[4:]] == ["Secret", "Service", "Deployment"]
+    assert cluster.kube.deleted == [("ns", "chat")]
+    await cluster.http.aclose()
