@@ -126,7 +126,7 @@ class StagedLoads:
 
     def _run(self, job: _Job, keys: Sequence[str], staged: Buffers, sizes: Buffers) -> None:
         try:
-            job.codes = self._get(keys, staged, sizes)
+            job.codes = list(self._get(keys, staged, sizes))
         except BaseException as error:
             job.error = error
         with self._lock:
@@ -173,19 +173,16 @@ def bounded(base: Any, seconds: float, *, staged: bool) -> Any:
 
     class BoundedStore(base):  # type: ignore[misc]
         __moontide_bounded__ = True
-        moontide_loads: StagedLoads | None = None
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.moontide_loads = StagedLoads(super().batch_get_into_multi_buffers, seconds) if staged else None
 
         def batch_get_into_multi_buffers(self, keys: Sequence[str], addresses: Buffers, sizes: Buffers) -> Codes:
             """Codes of the keys, ``-800`` for what did not arrive in time."""
-
-            def get(*what: Any) -> Codes:
-                return list(super(BoundedStore, self).batch_get_into_multi_buffers(*what))
-
-            if staged:
-                if self.moontide_loads is None:
-                    self.moontide_loads = StagedLoads(get, seconds)
+            if self.moontide_loads is not None:
                 return self.moontide_loads.load(keys, addresses, sizes)
-            return _until_failure(get, keys, addresses, sizes)
+            return _until_failure(super().batch_get_into_multi_buffers, keys, addresses, sizes)
 
         def batch_put_from_multi_buffers(
             self, keys: Sequence[str], addresses: Buffers, sizes: Buffers, *more: Any, **named: Any

@@ -17,7 +17,7 @@ PORTION, KEYS = 32 << 10, 100
 class Peer:
     """One client. ``segment`` bytes are what it lends; ``kind`` is ``stock`` or ``bounded``."""
 
-    def __init__(self, log: Path, port: int, segment: int = 0, kind: str = "stock") -> None:
+    def __init__(self, log: Path, port: int, segment: int = 0, kind: str = "stock", keys: int = KEYS) -> None:
         env = {
             **os.environ,
             "MC_TCP_BIND_ADDRESS": "127.0.0.1",
@@ -25,7 +25,7 @@ class Peer:
             "MC_RPC_TIMEOUT_MS": "2000",
             "PYTHONPATH": str(ENGINE_PATCHES),
         }
-        arguments = [f"127.0.0.1:{port}", str(segment), str(PORTION), str(KEYS), kind]
+        arguments = [f"127.0.0.1:{port}", str(segment), str(PORTION), str(keys), kind]
         with log.open("wb") as errors:
             self._popen = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("store_client.py")), *arguments],
