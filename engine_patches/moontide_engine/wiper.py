@@ -6,8 +6,8 @@ milliseconds (``bench/collect.py``).
 
 ``python -m moontide_engine.wiper`` serves HTTP. The store's native client lives in a child process, because a call on
 it cannot be interrupted and a client whose master went away may stay useless: after any failure the child is killed and
-the next call gets a new one. The client lends no memory (segments and buffers of size 0), so the master does not count
-it as storage.
+the next call gets a new one. The client lends no memory (segments of size 0), so the master does not count it as
+storage. Beside one of several masters a wipe counts only when their log has it (:mod:`moontide_engine.replicated`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +35,7 @@ from typing import Any
 from moontide_engine.auth import TokenFile, bearer_tokens
 from moontide_engine.jsonlog import log
 from moontide_engine.namespace import is_namespace, is_of_another_epoch, pattern, tag
+from moontide_engine.replicated import Log, Unproven, removal
 
 BODY_LIMIT = 64 * 1024
 MAX_SECONDS = 600.0
@@ -47,6 +49,8 @@ OBJECT_NOT_FOUND, RPC_FAIL = -704, -900
 WARM_SECONDS = 5.0
 # Shorter than the store's own defaults (tens of seconds): a pause waits for this.
 CHILD_ENV = {"MC_RPC_CONNECT_TIMEOUT_MS": "500", "MC_RPC_TIMEOUT_MS": "2000"}
+# What a client needs to put a key of one byte; one that only removes needs nothing.
+PUT_BUFFER = 1 << 20
 
 Answer = dict[str, object]
 
@@ -60,15 +64,19 @@ class Config:
     token_file: str
     master: str
     metrics: str
+    log: Log | None = None
+    """Where the master is one of several."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Config:
         """Read the environment; raises ValueError on a port that is none, KeyError without a token file."""
+        master = env.get("MOONTIDE_MASTER_ADDRESS", "127.0.0.1:50051")
         return cls(
             host=env.get("MOONTIDE_WIPER_HOST", "0.0.0.0"),
             port=int(env.get("MOONTIDE_WIPER_PORT", "9004")),
             token_file=env["MOONTIDE_WIPER_TOKEN_FILE"],
-            master=env.get("MOONTIDE_MASTER_ADDRESS", "127.0.0.1:50051"),
+            master=master,
+            log=Log.from_env(env, master),
             metrics=env.get("MOONTIDE_MASTER_METRICS", "http://127.0.0.1:9003").rstrip("/"),
         )
 
@@ -133,8 +141,10 @@ class Child:
 class Wiper:
     """Scoped removals, one at a time."""
 
-    def __init__(self, master: str) -> None:
+    def __init__(self, master: str, log: Log | None = None) -> None:
+        """``log``: where the master is one of several; then a removal counts when it is in their log."""
         self._master = master
+        self._log = log
         self._child: Child | None = None
         self._lock = threading.Lock()
         self._terms: dict[str, int] = {}
@@ -160,15 +170,33 @@ class Wiper:
             answer = _failure("StoreTimeout", "another removal is still under way")
         else:
             try:
-                removed = self._ask({"remove": pattern(namespace)}, deadline)
+                removed = self._removed(namespace, deadline)
                 answer = {"success": True, "removed": removed, "code": removed, "reason": "Done", "message": ""}
             except ChildFailed as error:
                 answer = _failure(error.reason, str(error), error.code)
+            except Unproven as error:
+                answer = _failure(error.reason, str(error))
             finally:
                 self._lock.release()
         answer["seconds"] = round(time.monotonic() - started, 6)
         log("wipe", namespace=namespace, **answer)
         return answer
+
+    def _removed(self, namespace: str, deadline: float) -> int:
+        """How many keys were removed, for good. Raises ChildFailed and Unproven."""
+        marker = f"moontide-wiper@{uuid.uuid4()}"
+        removed = removal(
+            self._log,
+            lambda: self._ask({"remove": pattern(namespace)}, deadline),
+            lambda key: self._ask({"put": key}, deadline),
+            deadline,
+            marker,
+        )
+        if self._log is not None:
+            # It is proven: a marker that stays is evicted some day.
+            with contextlib.suppress(ChildFailed):
+                self._ask({"keys": [marker]}, deadline)
+        return removed
 
     def collect(self, metrics: str, namespace: str, keep: Sequence[str], timeout: float) -> Answer:
         """Remove the namespace's keys of all epochs but ``keep``, in batches, as far as ``timeout`` seconds reach.
@@ -182,6 +210,8 @@ class Wiper:
         removed = seen = 0
         answer: Answer
         try:
+            if self._log is not None:
+                self._log.begin()
             for batch in _batches(list_keys(metrics, timeout), lambda key: is_of_another_epoch(key, namespace, tags)):
                 seen += len(batch)
                 if time.monotonic() < deadline:
@@ -200,6 +230,8 @@ class Wiper:
                 answer |= {"success": False, "reason": "KeysLeft", "message": text}
         except ChildFailed as error:
             answer = {**_failure(error.reason, str(error), error.code), "removed": removed, "left": None}
+        except Unproven as error:
+            answer = {**_failure(error.reason, str(error)), "removed": removed, "left": None}
         except OSError as error:
             answer = {**_failure("StoreUnavailable", str(error)), "removed": removed, "left": None}
         answer["seconds"] = round(time.monotonic() - started, 6)
@@ -437,14 +469,17 @@ def run_child(descriptor: int, master: str) -> None:
             code = 0
             if store is None:
                 store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-                code = store.setup(
-                    os.environ.get("MOONTIDE_WIPER_HOSTNAME", "127.0.0.1"), "P2PHANDSHAKE", 0, 0, "tcp", "", master
-                )
+                host = os.environ.get("MOONTIDE_WIPER_HOSTNAME", "127.0.0.1")
+                buffer = PUT_BUFFER if os.environ.get("MOONTIDE_ETCD_ENDPOINTS") else 0
+                code = store.setup(host, "P2PHANDSHAKE", 0, buffer, "tcp", "", master)
             if code == 0:
                 step = "connect"
                 if "remove" in request:
                     step = "remove_by_regex"
                     code = store.remove_by_regex(request["remove"], True)
+                elif "put" in request:
+                    step = "put"
+                    code = store.put(request["put"], b"m")
                 elif "keys" in request:
                     step = "batch_remove"
                     # Not by force: what is in use has a lease and goes another time.
@@ -465,7 +500,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m moontide_engine.wiper", file=sys.stderr)
         return 2
     config = Config.from_env(os.environ)
-    wiper = Wiper(config.master)
+    wiper = Wiper(config.master, config.log)
     server = make_server(config, wiper)
     stopping = threading.Event()
 
