@@ -201,7 +201,7 @@ NoEngines = Annotated[bool, typer.Option("--no-engines", help="do not ask engine
 
 def console() -> Console:
     """The terminal."""
-    return Console(highlight=False, soft_wrap=False)
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def show(what: RenderableType) -> int:

@@ -14,6 +14,7 @@ from moontide.cli.cluster import Reader, core, find, get, items
 from moontide.cli.errors import CliError, Denied, NotInstalled
 from moontide.cli.gather import Sight, look
 from moontide.cli.operators import Installation, installations
+from moontide.cli.screen import Plain
 from moontide.kube.kinds import KINDS
 from moontide.trainer.policy import Object
 
@@ -111,7 +112,7 @@ def _mine(reader: Reader, namespace: str | None, found: list[Installation]) -> l
 
 def render(found: Iterable[Finding]) -> Table:
     """A line a finding: what, and what to do."""
-    made = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    made = Plain(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
     made.add_column(overflow="fold")

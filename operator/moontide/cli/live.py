@@ -30,7 +30,7 @@ WATCH_SECONDS = 1.0
 def plainly(what: RenderableType) -> str:
     """For a file or a program: lines as long as they are, no colour, no blanks at their ends."""
     text = io.StringIO()
-    Console(file=text, width=4096, no_color=True, highlight=False).print(what)
+    Console(file=text, width=4096, no_color=True, highlight=False, markup=False, emoji=False).print(what)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

@@ -88,9 +88,16 @@ def condition(conditions: Iterable[Condition], kind: str) -> Condition | None:
     return next((each for each in conditions if each.type == kind), None)
 
 
+class Plain(Table):
+    """A table whose cells are shown as they are: what a cluster says is no markup."""
+
+    def add_row(self, *cells: RenderableType | None, **more: Any) -> None:
+        super().add_row(*(Text(each) if isinstance(each, str) else each for each in cells), **more)
+
+
 def table(*heads: str) -> Table:
     """A table as this program draws it."""
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    made = Plain(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for head in heads:
         last = head == heads[-1]
         made.add_column(head, overflow="fold", no_wrap=not last)

@@ -17,7 +17,7 @@ from moontide.cli.app import main
 from moontide.cli.cluster import Reply, items
 from moontide.cli.gather import look
 from moontide.cli.rehearsal import rehearse
-from moontide.cli.screen import rows
+from moontide.cli.screen import render, rows
 from moontide.planning import protocol
 from moontide.planning.model import EngineStatus
 from moontide.trainer.errors import ApiUnavailable
@@ -349,3 +349,14 @@ def test_fleets_of_other_namespaces_are_followers_where_the_policy_allows_them(t
     assert "fleet lab/far:" in type_into(cluster, "explain", "policy")[0]
     spec["allowedNamespaces"] = []
     assert "lab/far" in type_into(cluster, "status", "-A")[0]
+
+
+def test_what_the_cluster_says_is_no_markup(type_into: Type) -> None:
+    cluster = paper(world_of(True))
+    fleet = cluster.lists[f"{MOONTIDE}/namespaces/rl/inferencedeployments"][0]
+    fleet["status"]["conditions"][0] |= {"status": "False", "message": "[/red] saw [bold]pods[0] :smile: so"}
+    assert "[/red] saw [bold]pods[0] :smile: so" in type_into(cluster, "status")[0]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        app.console().print(render(look(cluster, "rl")))
+    assert "[bold]pods[0]" in "".join(text.getvalue().split())
