@@ -20,7 +20,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import typer
+from pydantic import ValidationError
 from rich.console import Console, RenderableType
 
 from moontide.cli import doctor as doctors
@@ -510,6 +512,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return LATE if late else FAILED
     except _CLICK_ERROR as error:
         return _wrong(error)
+    except httpx.InvalidURL as error:
+        print(f"{PROGRAM}: the server of the kubeconfig is no URL: {error}; write https://host:port", file=sys.stderr)
+        return FAILED
+    except ValidationError as error:
+        said = " ".join(str(error).split())[:400]
+        print(f"{PROGRAM}: the cluster sent an object that this release cannot read: {said}", file=sys.stderr)
+        return FAILED
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:

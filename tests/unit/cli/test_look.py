@@ -7,6 +7,7 @@ import copy
 import io
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -360,3 +361,22 @@ def test_what_the_cluster_says_is_no_markup(type_into: Type) -> None:
     with contextlib.redirect_stdout(text):
         app.console().print(render(look(cluster, "rl")))
     assert "[bold]pods[0]" in "".join(text.getvalue().split())
+
+
+def test_what_cannot_be_read_is_a_sentence(
+    type_into: Type, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = paper(world_of(True))
+    cluster.lists["/api/v1/namespaces/rl/pods"][0]["status"]["containerStatuses"][0]["ready"] = {"so": 1}
+    assert "an object that this release cannot read: " in type_into(cluster, "status", rc=1)[1]
+    monkeypatch.undo()
+    cluster_entry = {"name": "c", "cluster": {"server": "https://host:port"}}
+    config = {"current-context": "c", "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}]}
+    path = tmp_path / "config"
+    path.write_text(json.dumps({**config, "clusters": [cluster_entry], "users": [{"name": "u", "user": {}}]}))
+    assert main(["status", "--kubeconfig", str(path)]) == 1
+    assert "the server of the kubeconfig is no URL" in capsys.readouterr().err
+    cluster_entry["cluster"] = {"server": "http://127.0.0.1:9"}
+    path.write_text(json.dumps({**config, "clusters": [cluster_entry], "users": [{"name": "u", "user": {}}]}))
+    assert main(["status", "--kubeconfig", str(path)]) == 3
+    assert "is the cluster up, and is it the right context?" in capsys.readouterr().err
