@@ -1,9 +1,10 @@
-"""A real Mooncake master, real memory nodes and real clients on one machine. Ports 18170 to 18189 of the loopback
-interface are ours."""
+"""A real Mooncake master, real memory nodes and real clients on one machine, on ports that were free at the start."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,16 @@ from typing import Any
 import enginekit as kit
 import httpx
 
-PORT, METRICS = 18170, 18171
-NODE_PORT = 18180
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+PORT, METRICS = _free_ports(2)
 MIB = 2**20
 NATIVE = {"MC_TCP_BIND_ADDRESS": "127.0.0.1", "MC_RPC_CONNECT_TIMEOUT_MS": "500", "MC_RPC_TIMEOUT_MS": "2000"}
 
@@ -77,7 +86,7 @@ class Node:
     """The memory node's program."""
 
     def __init__(self, folder: Path, number: int, segment: int, drain_seconds: float) -> None:
-        self.port = NODE_PORT + number
+        (self.port,) = _free_ports(1)
         environment = {
             **NATIVE,
             "PYTHONPATH": str(kit.ROOT / "engine_patches"),
