@@ -62,6 +62,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "memory.storeNodes.resources.limits.memory is less than segmentSize plus the 256Mi",
     ),
     (_with(POOL, "spec.memory.storeNodes", {"replicas": 0}), "spec.memory.storeNodes.replicas"),
+    *(
+        (_with(POOL, "spec.master.extraArgs", [flag]), "master.extraArgs holds a flag that Moontide sets itself")
+        for flag in (
+            "-rpc_port=1",
+            "--client_ttl=1",
+            "-enable_offload",
+            "--noenable_ha",
+            "-eviction_ratio=0.1",
+            "-flagfile=/x",
+        )
+    ),
+    *(
+        (_with(POOL, "spec.master.extraArgs", [flag]), "write each as one item, for example -rpc_thread_num=8")
+        for flag in ("8", "rpc_thread_num=8", "-rpc_thread_num 8")
+    ),
+    (
+        _with(POOL, "spec.master", {"evictionRatioPercent": 50, "evictionHighWatermarkPercent": 50}),
+        "master.evictionRatioPercent is not less than evictionHighWatermarkPercent",
+    ),
+    (_with(POOL, "spec.transport", {"devices": ["mlx5_0"]}), "transport.devices are of RDMA; write protocol: rdma too"),
     (_with(FLEET, "metadata.name", "f" * 64), "metadata.name becomes the name of a Service; write at most 63"),
     (_with(FLEET, "metadata.name", "my.chat"), "metadata.name becomes the name of a Service; write at most 63"),
     (_with(FLEET, "spec.model.source", "/data/weights"), "write pvc://CLAIM/FOLDER, hf://ORG/NAME,"),

@@ -86,7 +86,7 @@ def _shared(kind: str, body: Mapping[str, Any]) -> tuple[Any, ...]:
     status = body.get("status") or {}
     conditions = {each.get("type"): each for each in status.get("conditions") or ()}
     if kind == POOL.kind:
-        return ((conditions.get("Ready") or {}).get("status"),)
+        return (conditions.get("Ready") or {}).get("status"), status.get("holder")
     if kind == POLICY.kind:
         return status.get("epoch"), status.get("version"), (conditions.get("Current") or {}).get("reason")
     return ()

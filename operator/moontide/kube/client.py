@@ -62,6 +62,7 @@ class Meta:
     uid: str
     generation: int
     deletion_timestamp: str | None = None
+    creation_timestamp: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
 
@@ -98,6 +99,7 @@ def parse(kind: Kind[T], body: dict[str, Any]) -> Resource[T]:
         uid=metadata["uid"],
         generation=metadata.get("generation", 0),
         deletion_timestamp=metadata.get("deletionTimestamp"),
+        creation_timestamp=metadata.get("creationTimestamp") or "",
         labels=dict(metadata.get("labels") or {}),
         annotations=dict(metadata.get("annotations") or {}),
     )

@@ -14,20 +14,21 @@ from moontide.api.v1alpha1 import (
     InferenceDeploymentStatus,
     KVCachePool,
     PolicyVersion,
+    quantity_bytes,
 )
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import DEPLOYMENT
 from moontide.planning.model import Fleet, Replica
 from moontide.planning.stall import Stall
-from moontide.reconcile import adopted, needs
+from moontide.reconcile import adopted, isolation, needs
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
 from moontide.reconcile.overrides import overridden
 from moontide.reconcile.policyversion import UNMANAGED_EPOCH, reconcile_unmanaged
 from moontide.reconcile.stalls import stall_of
-from moontide.resources import disruption, engine, groups, memory, podtemplate
+from moontide.resources import disruption, engine, groups, memory, podtemplate, transport
 from moontide.resources.podtemplate import Overridden
 from moontide.status import Verdict, merge
 
@@ -92,7 +93,8 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
                 await ctx.kube.delete_budget(namespace, name, resource.meta.uid)
         except InvalidSpec as error:
             refusal = error
-            again = needs.AGAIN_SECONDS if error.reason in needs.REASONS else again
+            waits = {"WaitingForPool": SETTLING_SECONDS, **dict.fromkeys(needs.REASONS, needs.AGAIN_SECONDS)}
+            again = waits.get(error.reason, again)
         except Retry as error:
             refusal = InvalidSpec("ApplyFailed", error.reason)
             again = error.after
@@ -152,10 +154,14 @@ def children(
     """The fleet's children, in the order in which they are applied. Engines of others have no Deployment and no Service
     of ours; who launches them takes the token and the store's configuration from here.
 
-    Raises :class:`InvalidSpec` for a pool whose sizes are no amounts of memory, for a release that has no image,
-    for a podTemplate that changes what is Moontide's, or for pods that would be killed for their memory.
+    Raises :class:`InvalidSpec` for a pool that another fleet has or whose sizes are no amounts of memory, for a release
+    that has no image, for a podTemplate that changes what is Moontide's, and for pods that would be killed for their
+    memory.
     """
     meta, spec, owner = resource.meta, resource.model.spec, resource.owner_reference()
+    taken = isolation.refusal(pool, resource) if pool is not None else None
+    if taken is not None:
+        raise taken
     made: list[Child | Overridden] = [engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid))]
     if spec.endpoints is None:
         made.append(engine.service(meta.name, meta.namespace, owner, spec.service))
@@ -185,7 +191,7 @@ def children(
         fetch_image=ctx.config.fetch_image,
         client=pool.model.spec.client_timeouts if pool is not None else None,
     )
-    fleet = overridden(deployment, spec.pod_template, podtemplate.ENGINE)
+    fleet = overridden(_dressed(deployment, spec, pool), spec.pod_template, podtemplate.ENGINE)
     made.append(fleet if spec.nodes == 1 else groups.group(fleet, spec.nodes))
     budget = disruption.budget(meta.name, meta.namespace, owner, spec)
     if budget is not None:
@@ -202,6 +208,18 @@ def _check_memory(ctx: Context, spec: InferenceDeploymentSpec, pool: Resource[KV
         raise InvalidSpec("SizeInvalid", str(error)) from error
     if problem is not None:
         raise InvalidSpec("MemoryTooSmall", problem)
+
+
+def _dressed(
+    fleet: k8s.V1Deployment, spec: InferenceDeploymentSpec, pool: Resource[KVCachePool] | None
+) -> k8s.V1Deployment:
+    """The fleet with what the pool's transport asks of its pods."""
+    if pool is None:
+        return fleet
+    lent = pool.model.spec.memory
+    regions = (quantity_bytes(lent.per_replica), quantity_bytes(lent.local_buffer))
+    count = memory.ranks(spec.engine.args)
+    return transport.dress(fleet, naming.ENGINE_CONTAINER, pool.model.spec.transport, regions, count)
 
 
 def _ours(live: k8s.V1Deployment, resource: Resource[InferenceDeployment]) -> bool:

@@ -14,7 +14,7 @@ from moontide.api.v1alpha1 import InferenceDeployment, KVCachePool, KVCachePoolS
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import POOL
-from moontide.reconcile import poolhealth, storenodes
+from moontide.reconcile import isolation, poolhealth, storenodes
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.overrides import overridden
@@ -48,8 +48,8 @@ _GAUGES = {
     "master_total_capacity_bytes": "capacity_bytes",
     "master_allocated_bytes": "allocated_bytes",
 }
-_MORE = {"master_evicted_key_count": "evicted_keys"}
-"""What the status can do without."""
+_MORE = {"master_evicted_key_count_total": "evicted_keys"}
+"""What the status can do without. The parser puts the ending to counters that lack it."""
 _SEGMENT = "segment_total_capacity_bytes"
 
 
@@ -197,6 +197,7 @@ def _status(
         master_started_at=judged.started_at,
         master_restarts=judged.restarts,
         store_nodes=nodes.status if nodes is not None else None,
+        holder=isolation.holder(pool, fleets),
         deployments=tuple(each.meta.name for each in fleets[:256]),
     )
 

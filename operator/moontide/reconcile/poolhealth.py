@@ -13,6 +13,7 @@ from moontide.api.v1alpha1 import InferenceDeployment, KVCachePool, KVCachePoolS
 from moontide.kube.client import Resource
 from moontide.planning import poolhealth
 from moontide.planning.poolhealth import Lender, Seen
+from moontide.reconcile import isolation
 from moontide.reconcile.context import Context
 from moontide.resources import memory
 from moontide.resources.store import MASTER_CONTAINER
@@ -64,6 +65,8 @@ def lenders(pool: Resource[KVCachePool], fleets: Iterable[Resource[InferenceDepl
     if not quantity_bytes(pool.model.spec.memory.per_replica):
         return found
     for fleet in fleets:
+        if isolation.refusal(pool, fleet) is not None:
+            continue
         said = fleet.model.status
         settled = said is not None and any(
             each.type == "Progressing" and each.reason == SETTLED for each in said.conditions
@@ -98,7 +101,7 @@ def judge(
             allocated_bytes=health.allocated_bytes,
             capacity_bytes=health.capacity_bytes,
             watermark_percent=spec.master.eviction_high_watermark_percent,
-            eviction_percent=5,
+            eviction_percent=spec.master.eviction_ratio_percent,
             master_age=(ctx.now() - kept).total_seconds() if kept is not None else None,
             restarts=restarts,
         )

@@ -15,7 +15,7 @@ from moontide.api.v1alpha1 import InferenceDeploymentSpec, KVCachePoolSpec, quan
 from moontide.api.v1alpha1.common import ResourceRequirements
 from moontide.api.v1alpha1.inferencedeployment import ServiceSettings
 from moontide.api.v1alpha1.kvcachepool import ClientTimeouts
-from moontide.resources import common, disruption, sources, timeouts
+from moontide.resources import common, disruption, sources, timeouts, transport
 
 PRE_STOP_SECONDS = 5
 """Between the end of the endpoint's publication and SIGTERM; kube-proxy needs about one second."""
@@ -82,8 +82,8 @@ def mooncake_json(namespace: str, pool: str, spec: KVCachePoolSpec) -> str:
         "master_server_address": (f"{naming.service_host(naming.master(pool), namespace)}:{naming.MASTER_RPC_PORT}"),
         "global_segment_size": lent,
         "local_buffer_size": quantity_bytes(spec.memory.local_buffer),
-        "protocol": "tcp",
-        "device_name": "",
+        "protocol": spec.transport.protocol,
+        "device_name": transport.device_names(spec.transport),
     }
     return json.dumps(content, indent=2) + "\n"
 

@@ -55,7 +55,8 @@ def parts(spec: InferenceDeploymentSpec, pool: KVCachePoolSpec | None, device: s
     count = ranks(spec.engine.args)
     each = f"{count} x " if count > 1 else ""
     found = []
-    if pool is not None:
+    # Huge pages are counted apart from a container's memory.
+    if pool is not None and pool.transport.hugepages is None:
         lent, buffer = quantity_bytes(pool.memory.per_replica), quantity_bytes(pool.memory.local_buffer)
         if lent:
             found.append(Part(f"{each}the pool's memory.perReplica ({mib(lent)})", count * lent))

@@ -11,6 +11,8 @@ from moontide.resources import common, timeouts
 MASTER_CONTAINER = "master"
 WIPER_CONTAINER = "wiper"
 TOKEN_FOLDER = "/etc/moontide/wiper"
+MASTERS_RATIO = 5
+"""Percent that an eviction removes where no flag says so."""
 
 
 def master_arguments(spec: KVCachePoolSpec) -> list[str]:
@@ -23,7 +25,10 @@ def master_arguments(spec: KVCachePoolSpec) -> list[str]:
         f"-default_kv_lease_ttl={master.lease_ttl_milliseconds}",
         f"-client_ttl={master.client_ttl_seconds}",
         f"-eviction_high_watermark_ratio={master.eviction_high_watermark_percent / 100:g}",
+        # The master's own default is not written out: it would replace masters that run, and lose their keys.
+        *([f"-eviction_ratio={ratio / 100:g}"] if (ratio := master.eviction_ratio_percent) != MASTERS_RATIO else []),
         "-logtostderr",
+        *master.extra_args,
     ]
 
 

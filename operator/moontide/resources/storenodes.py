@@ -7,10 +7,11 @@ from kubernetes.aio import client as k8s
 from moontide import labels, naming
 from moontide.api.v1alpha1 import KVCachePoolSpec, quantity_bytes
 from moontide.api.v1alpha1.common import ResourceRequirements
-from moontide.api.v1alpha1.kvcachepool import NODE_OVERHEAD, ClientTimeouts, StoreNodes
-from moontide.resources import common, timeouts
+from moontide.api.v1alpha1.kvcachepool import NODE_OVERHEAD, StoreNodes
+from moontide.resources import common, timeouts, transport
 
 CONTAINER = "store-node"
+BUFFER_BYTES = 16 * 2**20
 EXIT_SECONDS = 20
 """Beyond the drain: to let the end of the drain be read, to unmount, and for a master that does not answer."""
 
@@ -31,10 +32,10 @@ def deployment(
         automount_service_account_token=False,
         security_context=common.pod_security(),
         termination_grace_period_seconds=given.drain_seconds + EXIT_SECONDS,
-        containers=[_container(pool, namespace, spec.master.image or default_image, given, spec.client_timeouts)],
+        containers=[_container(pool, namespace, spec, default_image, given)],
         volumes=[common.empty_dir("tmp")],
     )
-    return k8s.V1Deployment(
+    made = k8s.V1Deployment(
         api_version="apps/v1",
         kind="Deployment",
         metadata=common.metadata(naming.store_nodes(pool), namespace, owner, selector),
@@ -49,14 +50,18 @@ def deployment(
             template=k8s.V1PodTemplateSpec(metadata=k8s.V1ObjectMeta(labels=selector), spec=pod),
         ),
     )
+    return transport.dress(made, CONTAINER, spec.transport, (quantity_bytes(given.segment_size), BUFFER_BYTES))
 
 
-def _container(pool: str, namespace: str, image: str, nodes: StoreNodes, waits: ClientTimeouts) -> k8s.V1Container:
+def _container(
+    pool: str, namespace: str, spec: KVCachePoolSpec, default_image: str, nodes: StoreNodes
+) -> k8s.V1Container:
+    over = {"MOONTIDE_PROTOCOL": spec.transport.protocol, "MOONTIDE_DEVICES": transport.device_names(spec.transport)}
     master = naming.service_host(naming.master(pool), namespace)
     port = naming.STORE_NODE_PORT
     return k8s.V1Container(
         name=CONTAINER,
-        image=image,
+        image=spec.master.image or default_image,
         command=["python3", "-m", "moontide_engine.storenode"],
         env=[
             *common.env(
@@ -65,16 +70,18 @@ def _container(pool: str, namespace: str, image: str, nodes: StoreNodes, waits: 
                     "MOONTIDE_MASTER_ADDRESS": f"{master}:{naming.MASTER_RPC_PORT}",
                     "MOONTIDE_MASTER_METRICS": f"http://{master}:{naming.MASTER_METRICS_PORT}",
                     "MOONTIDE_SEGMENT_BYTES": str(quantity_bytes(nodes.segment_size)),
+                    "MOONTIDE_BUFFER_BYTES": str(BUFFER_BYTES),
                     "MOONTIDE_DRAIN_SECONDS": str(nodes.drain_seconds),
-                    **timeouts.rpc(waits),
-                    "MC_HANDSHAKE_CONNECT_TIMEOUT": str(waits.handshake_seconds),
+                    **timeouts.rpc(spec.client_timeouts),
+                    "MC_HANDSHAKE_CONNECT_TIMEOUT": str(spec.client_timeouts.handshake_seconds),
                     "HOME": "/tmp",
+                    **(over if spec.transport.protocol != "tcp" else {}),
                 }
             ),
             common.field_env("MOONTIDE_NODE_HOST", "status.podIP"),
         ],
         ports=[k8s.V1ContainerPort(name="status", container_port=port, protocol="TCP")],
-        resources=common.resources(with_memory(nodes)),
+        resources=common.resources(with_memory(nodes, huge=spec.transport.hugepages is not None)),
         security_context=common.container_security(),
         readiness_probe=common.http_probe(port, "/readyz", period=1, failures=2, timeout=2),
         # Not of the master: a node that is restarted because the master is away loses what it holds.
@@ -83,11 +90,12 @@ def _container(pool: str, namespace: str, image: str, nodes: StoreNodes, waits: 
     )
 
 
-def with_memory(nodes: StoreNodes) -> ResourceRequirements:
+def with_memory(nodes: StoreNodes, huge: bool = False) -> ResourceRequirements:
     """The resources of one node, with a request of the memory that it lends where the spec has none: a node that the
     scheduler takes for empty is the first to be killed."""
     wanted = nodes.resources
     if "memory" in wanted.requests or "memory" in wanted.limits:
         return wanted
-    needed = quantity_bytes(nodes.segment_size) + quantity_bytes(NODE_OVERHEAD)
+    # Huge pages are counted apart from a container's memory.
+    needed = (0 if huge else quantity_bytes(nodes.segment_size)) + quantity_bytes(NODE_OVERHEAD)
     return ResourceRequirements(limits=wanted.limits, requests={**wanted.requests, "memory": str(needed)})

@@ -110,7 +110,9 @@ class World:
         return httpx.Response(200, json={"service_ready": True})
 
     def metrics(self) -> str:
-        lines = [f"{name} {value}" for name, value in self.figures.items()]
+        lines = []
+        for name, value in self.figures.items():
+            lines += [f"# TYPE {name} {'counter' if 'evicted' in name else 'gauge'}", f"{name} {value}"]
         lines += [f'segment_total_capacity_bytes{{segment="{each}"}} 1000' for each in self.mounted]
         return "\n".join([*lines, 'segment_total_capacity_bytes{segment="10.9.9.9:1"} 0', ""])
 

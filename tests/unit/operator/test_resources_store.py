@@ -66,6 +66,14 @@ def test_master_command_line() -> None:
     ]
 
 
+def test_what_is_asked_for_beyond_the_defaults_is_written_out() -> None:
+    bare = store.master_arguments(KVCachePoolSpec())
+    assert not any(each.startswith("-eviction_ratio") for each in bare)
+    spec = KVCachePoolSpec.model_validate({"master": {"evictionRatioPercent": 20, "extraArgs": ["-rpc_thread_num=8"]}})
+    assert set(store.master_arguments(spec)) - set(bare) == {"-eviction_ratio=0.2", "-rpc_thread_num=8"}
+    assert store.master_arguments(spec)[-1] == "-rpc_thread_num=8"
+
+
 def test_probes_ask_each_container_itself(wire: dict[str, Any]) -> None:
     containers = _containers(wire)
     master, wiper = containers["master"], containers["wiper"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -13,9 +13,60 @@ _template_rules = template_rules(
     MASTER_CONTAINERS, ("MC_RPC_CONNECT_TIMEOUT_MS", "MC_RPC_TIMEOUT_MS"), ("wiper-token",), "the token is the wiper's"
 )
 
+OWNED_FLAGS = (
+    "rpc_port",
+    "port",
+    "metrics_port",
+    "metrics_host",
+    "rpc_address",
+    "rpc_interface",
+    "default_kv_lease_ttl",
+    "client_ttl",
+    "eviction_high_watermark_ratio",
+    "eviction_ratio",
+    "config_path",
+    "flagfile",
+    "fromenv",
+    "tryfromenv",
+    "enable_ha",
+    "ha_backend_type",
+    "ha_backend_connstring",
+    "etcd_endpoints",
+    "cluster_id",
+    "enable_oplog",
+    "enable_multi_tenants",
+    "enable_offload",
+    "root_fs_dir",
+    "enable_snapshot",
+    "enable_snapshot_restore",
+    "enable_cxl",
+    "dynamic_replication_mode",
+)
+"""Flags of the master that have a field here, that the operator or the wiper depends on, or that bring back keys that
+were wiped."""
+_owned = "|".join(OWNED_FLAGS)
+
 
 class Master(Api):
     """The Mooncake master process and its wiper sidecar."""
+
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                f"self.extraArgs.all(flag, !flag.matches('^--?(no)?({_owned})(=.*)?$'))",
+                "master.extraArgs holds a flag that Moontide sets itself or cannot keep its promise with; remove it, "
+                "and write the field of spec.master where there is one",
+            ),
+            rule(
+                "self.extraArgs.all(flag, flag.matches('^--?[a-z_]+(=.*)?$'))",
+                "master.extraArgs holds no flag; write each as one item, for example -rpc_thread_num=8",
+            ),
+            rule(
+                "self.evictionRatioPercent < self.evictionHighWatermarkPercent",
+                "master.evictionRatioPercent is not less than evictionHighWatermarkPercent; write less, for example 5",
+            ),
+        )
+    )
 
     image: Annotated[str | None, Field(min_length=1, max_length=512)] = None
     """Image with ``mooncake_master`` and the wiper; the operator's configured image when absent."""
@@ -26,6 +77,10 @@ class Master(Api):
     """Seconds without a ping after which a client's memory counts as lost (``-client_ttl``)."""
     eviction_high_watermark_percent: Annotated[int, Field(ge=10, le=100)] = 95
     """Fill, in percent, above which the master evicts (``-eviction_high_watermark_ratio``)."""
+    eviction_ratio_percent: Annotated[int, Field(ge=1, le=90)] = 5
+    """How much of the keys one eviction removes, in percent (``-eviction_ratio``)."""
+    extra_args: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=64)] = ()
+    """More flags of ``mooncake_master``, each as one item."""
 
 
 NODE_OVERHEAD = "256Mi"
@@ -106,11 +161,39 @@ class ClientTimeouts(Api):
     """For all of one load; then the request's prefix is computed. In seconds."""
 
 
+class Transport(Api):
+    """How clients move blocks to one another."""
+
+    model_config = ConfigDict(
+        json_schema_extra=validations(
+            rule(
+                "self.devices.size() == 0 || self.protocol == 'rdma'",
+                "transport.devices are of RDMA; write protocol: rdma too, or remove them",
+            ),
+        )
+    )
+
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """``rdma`` needs IPC_LOCK, which the "restricted" Pod Security Standard forbids, and a device plugin's resource in
+    the pods' ``resources``."""
+    devices: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")], ...],
+        Field(max_length=32, json_schema_extra={"x-kubernetes-list-type": "set"}),
+    ] = ()
+    """Network cards by name, for example mlx5_0; none: Mooncake chooses."""
+    hugepages: Literal["2Mi", "1Gi"] | None = None
+    """Size of the pages that segments and buffers are allocated in; without it, ordinary ones."""
+
+
 class KVCachePoolSpec(Api):
     """What the user asks of a pool."""
 
+    isolation: Literal["Shared", "Dedicated"] = "Shared"
+    """``Shared``: every fleet that names the pool has its own namespace of keys in it. ``Dedicated``: one fleet has the
+    pool for itself, and another that names it waits with reason ``PoolTaken``."""
     master: Annotated[Master, Field(default_factory=Master)]
     memory: Annotated[Memory, Field(default_factory=Memory)]
+    transport: Annotated[Transport, Field(default_factory=Transport)]
     client_timeouts: Annotated[ClientTimeouts, Field(default_factory=ClientTimeouts)]
     pod_template: Annotated[PodTemplate | None, Field(json_schema_extra=_template_rules)] = None
     """What should differ in the master's pod: merged over what Moontide makes."""
@@ -149,6 +232,8 @@ class KVCachePoolStatus(Api):
     master_restarts: int | None = None
     """How often it was seen to have restarted; each time every key was lost."""
     store_nodes: StoreNodesStatus | None = None
+    holder: str | None = None
+    """UID of the fleet that has a ``Dedicated`` pool: the one that named it first."""
     deployments: Annotated[tuple[str, ...], Field(max_length=256)] = ()
     """Names of the InferenceDeployments that name this pool."""
 
