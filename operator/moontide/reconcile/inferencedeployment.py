@@ -100,7 +100,8 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
             again = error.after
 
     requeue = min(SETTLED_SECONDS, again)
-    if spec.policy_ref is None and refusal is None:
+    # What runs already may have more luck than its sum of memory says; an engine that restarts must not stay closed.
+    if spec.policy_ref is None and (refusal is None or refusal.reason == "MemoryTooSmall"):
         requeue = await reconcile_unmanaged(ctx, resource)
     live = None
     if spec.endpoints is None:

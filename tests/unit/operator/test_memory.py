@@ -82,3 +82,14 @@ async def test_such_a_fleet_changes_nothing_and_says_why(tmp_path: Path) -> None
     cluster.kube.put("InferenceDeployment", "ns", "chat", {**spec, "resources": {"limits": {"memory": "4Gi"}}})
     await inferencedeployment.reconcile(cluster.ctx, "ns", "chat")
     assert {child.kind for child in cluster.kube.applied} >= {"Deployment", "ConfigMap"}
+
+
+async def test_engines_that_run_already_are_admitted_all_the_same(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    spec = {"model": MODEL, "resources": {"limits": {"memory": "1Gi"}}}
+    running = cluster.pod(cluster.kube.put("InferenceDeployment", "ns", "chat", spec), "chat-0", "10.0.0.1")
+    for _ in range(4):
+        await inferencedeployment.reconcile(cluster.ctx, "ns", "chat")
+    assert cluster.kube.condition("InferenceDeployment", "ns", "chat", "Progressing")[1] == "MemoryTooSmall"
+    assert running.state == ("open", 0)
+    assert cluster.kube.applied == []
