@@ -219,7 +219,7 @@ def _dressed(
         return fleet
     lent = pool.model.spec.memory
     regions = (quantity_bytes(lent.per_replica), quantity_bytes(lent.local_buffer))
-    count = memory.ranks(spec.engine.args)
+    count = memory.pod_ranks(spec)
     return transport.dress(fleet, naming.ENGINE_CONTAINER, pool.model.spec.transport, regions, count)
 
 

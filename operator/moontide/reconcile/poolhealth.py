@@ -72,7 +72,11 @@ def lenders(pool: Resource[KVCachePool], fleets: Iterable[Resource[InferenceDepl
             each.type == "Progressing" and each.reason == SETTLED for each in said.conditions
         )
         if said is not None and settled and said.ready_replicas:
-            each = 1 if fleet.model.spec.endpoints is not None else memory.ranks(fleet.model.spec.engine.args)
+            each = (
+                1
+                if fleet.model.spec.endpoints is not None
+                else memory.pod_ranks(fleet.model.spec) * fleet.model.spec.nodes
+            )
             found.append(Lender(f"fleet {fleet.meta.name}", said.ready_replicas * each))
     return found
 

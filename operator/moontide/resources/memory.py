@@ -47,12 +47,17 @@ def ranks(args: Sequence[str]) -> int:
     return sizes["tensor"] * sizes["pipeline"] * sizes["data"]
 
 
+def pod_ranks(spec: InferenceDeploymentSpec) -> int:
+    """Worker processes of one pod of the fleet."""
+    return spec.parallelism.pod_gpus if spec.parallelism is not None else ranks(spec.engine.args)
+
+
 def parts(spec: InferenceDeploymentSpec, pool: KVCachePoolSpec | None, device: str) -> list[Part]:
     """What one pod of the fleet uses of its host's memory when its segment and its shared memory are full.
 
     Raises ValueError for a size that is no amount of memory.
     """
-    count = ranks(spec.engine.args)
+    count = pod_ranks(spec)
     each = f"{count} x " if count > 1 else ""
     found = []
     # Huge pages are counted apart from a container's memory.

@@ -36,6 +36,12 @@ def test_ranks(args: tuple[str, ...], count: int) -> None:
     assert memory.ranks(args) == count
 
 
+def test_parallelism_is_counted_where_the_spec_has_it() -> None:
+    assert memory.pod_ranks(_spec()) == 1
+    assert memory.pod_ranks(_spec(engine={"args": ["-tp=2"]})) == 2
+    assert memory.pod_ranks(_spec(parallelism={"tensor": 4, "pipeline": 2, "nodes": 2})) == 4
+
+
 def test_the_limit_is_exact() -> None:
     needed = (1024 + 64 + 1024 + 1024) * 2**20
     assert memory.too_small(_spec(needed), POOL, "cuda") is None
