@@ -248,6 +248,58 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (_with(POLICY, "spec.allowedNamespaces", ["*", "team-b"]), "write ['*'] for every namespace, or the names alone"),
 ]
+
+
+def _container(name: str, **fields: Any) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": name, **fields}]}}
+
+
+ENGINE_REFUSED = [
+    ({"metadata": {"labels": {"moontide.dev/deployment": "x"}}}, "podTemplate.metadata.labels holds a key"),
+    ({"metadata": {"labels": {"app.kubernetes.io/component": "x"}}}, "podTemplate.metadata.labels holds a key"),
+    ({"metadata": {"annotations": {"moontide.dev/config-hash": "x"}}}, "podTemplate.metadata.annotations holds a key"),
+    ({"spec": {"terminationGracePeriodSeconds": 1}}, "write spec.rollout.drainSeconds"),
+    ({"spec": {"enableServiceLinks": True}}, "podTemplate.spec holds a field that Moontide sets itself"),
+    ({"spec": {"restartPolicy": "Never"}}, "podTemplate.spec holds a field that Moontide sets itself"),
+    ({"spec": {"volumes": [{"name": "shm", "emptyDir": {}}]}}, "write spec.sharedMemory"),
+    ({"spec": {"volumes": [{"emptyDir": {}}]}}, "spec.podTemplate.spec.volumes[0].name"),
+    (_container("engine", image="x"), "image: write spec.engine.image"),
+    (_container("engine", command=["x"]), "command: write spec.engine.args"),
+    (_container("engine", resources={"limits": {"cpu": 1}}), "resources: write spec.resources"),
+    (_container("engine", readinessProbe={"httpGet": {"port": 1}}), "readinessProbe: remove it"),
+    (_container("engine", envFrom=[{"secretRef": {"name": "x"}}]), "write env with valueFrom"),
+    (_container("engine", env=[{"name": "VLLM_PLUGINS", "value": ""}]), "podTemplate sets a variable"),
+    (_container("engine", env=[{"name": "MOONTIDE_ENABLED", "value": "0"}]), "podTemplate sets a variable"),
+    (_container("engine", volumeMounts=[{"name": "x", "mountPath": "/etc/moontide/admin"}]), "write another mountPath"),
+    ({"spec": {f"field{number}": 1 for number in range(65)}}, "Too many"),
+    ({"unknown": 1}, 'unknown field "spec.podTemplate.unknown"'),
+]
+SPEC_REFUSED = [
+    ({"service": {"type": "ExternalName"}}, "spec.service.type"),
+    ({"service": {"port": 0}}, "spec.service.port"),
+    ({"startupSeconds": 1}, "spec.startupSeconds"),
+]
+MASTER_REFUSED = [
+    (_container("master", image="x"), "image: write spec.master.image"),
+    (_container("wiper", command=["x"]), "container wiper that Moontide sets itself"),
+    ({"spec": {"volumes": [{"name": "wiper-token", "emptyDir": {}}]}}, "podTemplate.spec.volumes holds a volume"),
+    ({"metadata": {"labels": {"moontide.dev/pool": "x"}}}, "podTemplate.metadata.labels holds a key"),
+]
+REFUSED += [(_with(FLEET, "spec.podTemplate", over), said) for over, said in ENGINE_REFUSED]
+REFUSED += [(_with(POOL, "spec.podTemplate", over), said) for over, said in MASTER_REFUSED]
+REFUSED += [
+    (_with(FLEET, f"spec.{field}", value), said) for spec, said in SPEC_REFUSED for field, value in spec.items()
+]
+REFUSED += [
+    (_with(ADOPTING, f"spec.{field}", value), "remove them, and write one URL a replica")
+    for field, value in (
+        ("podTemplate", {}),
+        ("service", {"port": 80}),
+        ("spread", "Prefer"),
+        ("startupSeconds", 60),
+        ("rollout", {"disruptionBudget": "Off"}),
+    )
+]
 EPOCH_RULE = "an epoch only goes up"
 """Of a status that follows another: it has a test of its own."""
 MODE_RULE = "a fleet cannot change from pods to spec.endpoints or back"
@@ -327,7 +379,13 @@ def test_defaults(kubectl: Any, namespace: str) -> None:
     assert pool["master"]["clientTtlSeconds"] == 4
     fleet = kubectl.must_get("ifd", "chat", namespace)["spec"]
     assert fleet["replicas"] == 1
-    assert fleet["rollout"] == {"maxSurge": 0, "maxUnavailable": 1, "drainSeconds": 30}
+    assert fleet["rollout"] == {
+        "maxSurge": 0,
+        "maxUnavailable": 1,
+        "drainSeconds": 30,
+        "disruptionBudget": "Managed",
+    }
+    assert fleet["startupSeconds"] == 1800
     assert fleet["model"]["version"] == "default"
     policy = kubectl.must_get("polv", "policy", namespace)["spec"]
     assert policy == {
@@ -363,7 +421,7 @@ def test_a_part_of_an_object_gets_the_defaults_of_the_rest(kubectl: Any, namespa
     body = _with(_with(FLEET, "metadata.namespace", namespace), "spec.rollout", {"maxSurge": 1})
     kubectl.apply(body)
     rollout = kubectl.must_get("ifd", "chat", namespace)["spec"]["rollout"]
-    assert rollout == {"maxSurge": 1, "maxUnavailable": 1, "drainSeconds": 30}
+    assert rollout == {"maxSurge": 1, "maxUnavailable": 1, "drainSeconds": 30, "disruptionBudget": "Managed"}
 
 
 @pytest.mark.parametrize(

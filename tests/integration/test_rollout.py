@@ -26,47 +26,6 @@ def _container(name: str, **fields: Any) -> dict[str, Any]:
     return {"spec": {"containers": [{"name": name, **fields}]}}
 
 
-ENGINE_REFUSED = [
-    ({"metadata": {"labels": {"moontide.dev/deployment": "x"}}}, "podTemplate.metadata.labels holds a key"),
-    ({"metadata": {"labels": {"app.kubernetes.io/component": "x"}}}, "podTemplate.metadata.labels holds a key"),
-    ({"metadata": {"annotations": {"moontide.dev/config-hash": "x"}}}, "podTemplate.metadata.annotations holds a key"),
-    ({"spec": {"terminationGracePeriodSeconds": 1}}, "write spec.rollout.drainSeconds"),
-    ({"spec": {"enableServiceLinks": True}}, "podTemplate.spec holds a field that Moontide sets itself"),
-    ({"spec": {"restartPolicy": "Never"}}, "podTemplate.spec holds a field that Moontide sets itself"),
-    ({"spec": {"volumes": [{"name": "shm", "emptyDir": {}}]}}, "write spec.sharedMemory"),
-    ({"spec": {"volumes": [{"emptyDir": {}}]}}, "spec.podTemplate.spec.volumes[0].name"),
-    (_container("engine", image="x"), "image: write spec.engine.image"),
-    (_container("engine", command=["x"]), "command: write spec.engine.args"),
-    (_container("engine", resources={"limits": {"cpu": 1}}), "resources: write spec.resources"),
-    (_container("engine", readinessProbe={"httpGet": {"port": 1}}), "readinessProbe: remove it"),
-    (_container("engine", envFrom=[{"secretRef": {"name": "x"}}]), "write env with valueFrom"),
-    (_container("engine", env=[{"name": "VLLM_PLUGINS", "value": ""}]), "podTemplate sets a variable"),
-    (_container("engine", env=[{"name": "MOONTIDE_ENABLED", "value": "0"}]), "podTemplate sets a variable"),
-    (_container("engine", volumeMounts=[{"name": "x", "mountPath": "/etc/moontide/admin"}]), "write another mountPath"),
-    ({"spec": {f"field{number}": 1 for number in range(65)}}, "Too many"),
-    ({"unknown": 1}, 'unknown field "spec.podTemplate.unknown"'),
-]
-SPEC_REFUSED = [
-    ({"service": {"type": "ExternalName"}}, "spec.service.type"),
-    ({"service": {"port": 0}}, "spec.service.port"),
-    ({"startupSeconds": 1}, "spec.startupSeconds"),
-]
-MASTER_REFUSED = [
-    (_container("master", image="x"), "image: write spec.master.image"),
-    (_container("wiper", command=["x"]), "container wiper that Moontide sets itself"),
-    ({"spec": {"volumes": [{"name": "wiper-token", "emptyDir": {}}]}}, "podTemplate.spec.volumes holds a volume"),
-    ({"metadata": {"labels": {"moontide.dev/pool": "x"}}}, "podTemplate.metadata.labels holds a key"),
-]
-
-
-def test_what_the_schema_can_tell_is_refused_at_admission(kubectl: Any) -> None:
-    cases = [(_fleet("default", podTemplate=over), said) for over, said in ENGINE_REFUSED]
-    cases += [(_fleet("default", **spec), said) for spec, said in SPEC_REFUSED]
-    cases += [(_pool("default", podTemplate=over), said) for over, said in MASTER_REFUSED]
-    missed = {said: told for body, said in cases if said not in (told := kubectl.refusal(body))}
-    assert missed == {}
-
-
 def test_overrides_reach_the_pods_and_can_be_taken_back(
     kubectl: Any, operator: Any, namespace: str, wait_for: Any
 ) -> None:
