@@ -41,7 +41,7 @@ cluster-down: ## end it and leave nothing behind
 	python3 -m hack.cluster down
 	python3 -m hack.cluster verify-clean
 
-images: ## build the three images and load them into the local cluster
+images: ## build the images and load them into the local cluster
 	python3 -m hack.images build
 
 clean: cluster-down ## the same, and delete environments and caches of this folder

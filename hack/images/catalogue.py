@@ -55,6 +55,7 @@ IMAGES = (
         ("engine_patches", "requirements/engine-cpu.txt"),
         ("BASE_IMAGE", "base"),
     ),
+    Image("etcd", "images/etcd/Dockerfile", (), ("BASE_IMAGE", "base")),
     Image(
         "engine-cpu-env",
         "images/engine/Dockerfile.cpu-env",

@@ -14,6 +14,7 @@ DEFAULT_ENGINE_IMAGE = "moontide/engine:0.1.0-vllm{version}-cuda"
 DEFAULT_ENGINE_VERSION = "0.32.0"
 DEFAULT_MOONCAKE_IMAGE = "moontide/mooncake:0.1.0-mooncake0.3.13"
 DEFAULT_FETCH_IMAGE = "rclone/rclone:1.71.0"
+DEFAULT_ETCD_IMAGE = "moontide/etcd:0.1.0-etcd3.4.23"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -53,6 +54,8 @@ class Config:
     pod_name: str = ""
     pod_uid: str = ""
     """Empty outside a pod. A process takes the Lease at once from an earlier process of its own pod."""
+    etcd_image: str = DEFAULT_ETCD_IMAGE
+    """For pools of three masters that name no etcd."""
 
 
 def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_FILE) -> Config:
@@ -89,6 +92,7 @@ def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_F
         lease_seconds=_lease_seconds(environ, default.lease_seconds),
         pod_name=environ.get("MOONTIDE_POD_NAME", ""),
         pod_uid=environ.get("MOONTIDE_POD_UID", ""),
+        etcd_image=environ.get("MOONTIDE_ETCD_IMAGE") or default.etcd_image,
     )
 
 

@@ -8,6 +8,8 @@ PART_OF = "app.kubernetes.io/part-of"
 MANAGER = "moontide"
 DEPLOYMENT = "moontide.dev/deployment"
 POOL = "moontide.dev/pool"
+LEADER = "moontide.dev/leader"
+"""On the pod of the master that leads, in a pool of three."""
 FINALIZER = "moontide.dev/finalizer"
 ADMITTED_CONTAINER = "moontide.dev/admitted-container"
 """On a pod, written before the operator first admits the engine: the id of the container whose engine may have been
@@ -32,6 +34,11 @@ def store_labels(pool: str) -> dict[str, str]:
 def store_node_labels(pool: str) -> dict[str, str]:
     """Labels of a pool's memory nodes; also the selector of their pods."""
     return {MANAGED_BY: MANAGER, COMPONENT: "store-node", POOL: pool}
+
+
+def etcd_labels(pool: str) -> dict[str, str]:
+    """Labels of the etcd of a pool; also the selector of its pod."""
+    return {MANAGED_BY: MANAGER, COMPONENT: "etcd", POOL: pool}
 
 
 def selector(labels: dict[str, str]) -> str:

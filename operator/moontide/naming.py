@@ -21,6 +21,11 @@ def store_nodes(pool: str) -> str:
     return f"{pool}-nodes"
 
 
+def etcd(pool: str) -> str:
+    """Deployment and Service of the etcd that a pool of three masters runs itself."""
+    return f"{pool}-etcd"
+
+
 def wiper_secret(pool: str) -> str:
     """Secret with the token of a pool's wiper."""
     return f"{pool}-wiper"

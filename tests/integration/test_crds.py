@@ -82,6 +82,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "master.evictionRatioPercent is not less than evictionHighWatermarkPercent",
     ),
     (_with(POOL, "spec.transport", {"devices": ["mlx5_0"]}), "transport.devices are of RDMA; write protocol: rdma too"),
+    (_with(POOL, "spec.master", {"replicas": 2}), "write 1 or 3"),
+    (_with(POOL, "spec.master", {"etcd": {"endpoints": ["e:2379"]}}), "write replicas: 3 beside it"),
+    (
+        _with(POOL, "spec.master", {"replicas": 3, "etcd": {"endpoints": ["https://e:2379"]}}),
+        "write each endpoint as HOST:PORT",
+    ),
     (_with(FLEET, "metadata.name", "f" * 64), "metadata.name becomes the name of a Service; write at most 63"),
     (_with(FLEET, "metadata.name", "my.chat"), "metadata.name becomes the name of a Service; write at most 63"),
     (_with(FLEET, "spec.model.source", "/data/weights"), "write pvc://CLAIM/FOLDER, hf://ORG/NAME,"),
@@ -307,6 +313,9 @@ MODE_RULE = "a fleet cannot change from pods to spec.endpoints or back"
 NODES_RULE = "parallelism.nodes cannot be changed"
 """Of a spec that follows another: it has a test of its own."""
 
+MASTERS_RULES = ("master.replicas cannot change", "master.etcd cannot change")
+"""The same, of a pool."""
+
 
 def _rules(node: Any) -> Iterator[dict[str, str]]:
     if isinstance(node, dict):
@@ -329,7 +338,7 @@ def test_each_rule_is_enforced_with_its_message(
 def test_no_rule_is_without_a_case() -> None:
     messages = {rule["message"] for kind in KINDS for rule in _rules(crdgen.schema(kind.model))}
     assert messages
-    parts = [EPOCH_RULE, MODE_RULE, NODES_RULE, *(part for _, part in REFUSED)]
+    parts = [EPOCH_RULE, MODE_RULE, NODES_RULE, *MASTERS_RULES, *(part for _, part in REFUSED)]
     untested = [message for message in messages if not any(part in message for part in parts)]
     assert untested == []
 
@@ -489,6 +498,22 @@ def test_a_replica_keeps_the_number_of_its_nodes(kubectl: Any, namespace: str) -
         kubectl.apply(_with(one, "spec.parallelism", {"tensor": 2, "nodes": 2}))
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({}, {"replicas": 3}, MASTERS_RULES[0]),
+        ({"replicas": 3}, {"replicas": 1}, MASTERS_RULES[0]),
+        ({"replicas": 3}, {"replicas": 3, "etcd": {"endpoints": ["e:2379"]}}, MASTERS_RULES[1]),
+    ],
+)
+def test_a_pool_keeps_its_masters(
+    kubectl: Any, namespace: str, first: dict[str, Any], second: dict[str, Any], message: str
+) -> None:
+    kubectl.apply(_with(_with(POOL, "metadata.namespace", namespace), "spec.master", first))
+    with pytest.raises(Exception, match=message):
+        kubectl.apply(_with(_with(POOL, "metadata.namespace", namespace), "spec.master", second))
+
+
 def test_status_belongs_to_the_status_subresource(kubectl: Any, namespace: str) -> None:
     body = _with(_with(POLICY, "metadata.namespace", namespace), "status", {"epoch": 9})
     kubectl("create", "-f", "-", stdin=json.dumps(body))
@@ -517,6 +542,6 @@ def test_printer_columns(kubectl: Any, namespace: str) -> None:
         first: str = kubectl("get", kind, "-n", namespace).splitlines()[0]
         return first.split()
 
-    assert headers("kvp") == ["NAME", "READY", "CLIENTS", "KEYS", "USED", "AGE"]
+    assert headers("kvp") == ["NAME", "READY", "LEADER", "CLIENTS", "KEYS", "USED", "AGE"]
     assert headers("ifd") == ["NAME", "MODEL", "READY", "CURRENT", "VERSION", "POOL", "AGE"]
     assert headers("polv") == ["NAME", "VERSION", "STATE", "REPLICAS", "PAUSED", "AGE"]

@@ -72,6 +72,34 @@ def test_children_are_made_and_owned(kubectl: Any, fleet: str) -> None:
             )
 
 
+def test_three_masters_an_etcd_and_a_fleet_that_asks_it(
+    kubectl: Any, operator: Any, namespace: str, wait_for: Any, condition: Any
+) -> None:
+    fleet = _fleet(namespace, kvCache={"poolRef": {"name": "three"}})
+    kubectl.apply(_pool(namespace, "three", master={"replicas": 3}), fleet)
+    for kind, name in (("deployment", "three-etcd"), ("service", "three-etcd"), ("deployment", "three-master")):
+        wait_for(f"{kind} {name}", lambda kind=kind, name=name: kubectl.get(kind, name, namespace))
+    uid = kubectl.must_get("kvp", "three", namespace)["metadata"]["uid"]
+    masters = kubectl.must_get("deployment", "three-master", namespace)["spec"]
+    assert masters["replicas"] == 3
+    assert f"-cluster_id={uid}" in masters["template"]["spec"]["containers"][0]["command"]
+    selector = kubectl.must_get("service", "three-master", namespace)["spec"]["selector"]
+    assert selector["moontide.dev/leader"] == "true"
+    wait_for("the fleet", lambda: kubectl.get("deployment", "chat", namespace))
+    config = json.loads(kubectl.must_get("configmap", "chat-mooncake", namespace)["data"]["mooncake.json"])
+    assert config["master_server_address"] == f"etcd://three-etcd.{namespace}.svc:2379"
+    engine = kubectl.must_get("deployment", "chat", namespace)["spec"]["template"]["spec"]["containers"][0]
+    assert {each["name"]: each.get("value") for each in engine["env"]}["MC_STORE_CLUSTER_ID"] == uid
+
+    def said(kind: str) -> tuple[str, str]:
+        found: tuple[str, str] = condition(kubectl.get("kvp", "three", namespace), kind)
+        return found
+
+    wait_for("nobody leads", lambda: said("LeaderElection") == ("False", "NoLeader"))
+    assert said("Degraded") == ("True", "NoLeader")
+    assert "leader" not in kubectl.must_get("kvp", "three", namespace)["status"]
+
+
 def test_the_fleet_gets_what_the_spec_says(kubectl: Any, fleet: str) -> None:
     deployment = kubectl.must_get("deployment", "chat", fleet)
     assert deployment["spec"]["replicas"] == 2

@@ -491,8 +491,15 @@ class Kube:
 
     async def annotate_pod(self, namespace: str, name: str, uid: str, key: str, value: str) -> bool:
         """Set one annotation on the pod with this uid. Returns False, and changes nothing, when that pod is gone."""
-        body = {"metadata": {"uid": uid, "annotations": {key: value}}}
-        with mapped(f"annotate pod {namespace}/{name}"):
+        return await self._mark_pod(namespace, name, {"uid": uid, "annotations": {key: value}})
+
+    async def label_pod(self, namespace: str, name: str, uid: str, key: str, value: str | None) -> bool:
+        """As :meth:`annotate_pod`, a label; None removes it."""
+        return await self._mark_pod(namespace, name, {"uid": uid, "labels": {key: value}})
+
+    async def _mark_pod(self, namespace: str, name: str, metadata: dict[str, Any]) -> bool:
+        body = {"metadata": metadata}
+        with mapped(f"mark pod {namespace}/{name}"):
             try:
                 await self._core.patch_namespaced_pod(
                     name,

@@ -45,6 +45,7 @@ POOL = Kind(
     model=KVCachePool,
     columns=(
         Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="Whether the master serves"),
+        Column("Leader", ".status.leader", description="Pod of the master that leads, of three"),
         Column("Clients", ".status.clients", "integer", "Clients that lend memory"),
         Column("Keys", ".status.keys", "integer", "Keys in the store"),
         Column("Used", ".status.used", description="Fill of the lent memory"),

@@ -28,7 +28,7 @@ from moontide.reconcile.fleets import observe
 from moontide.reconcile.overrides import overridden
 from moontide.reconcile.policyversion import UNMANAGED_EPOCH, reconcile_unmanaged
 from moontide.reconcile.stalls import stall_of
-from moontide.resources import disruption, engine, groups, memory, podtemplate, transport
+from moontide.resources import disruption, engine, groups, masters, memory, podtemplate, transport
 from moontide.resources.podtemplate import Overridden
 from moontide.status import Verdict, merge
 
@@ -166,10 +166,11 @@ def children(
     made: list[Child | Overridden] = [engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid))]
     if spec.endpoints is None:
         made.append(engine.service(meta.name, meta.namespace, owner, spec.service))
-    mooncake = None
+    mooncake = elected = None
     if pool is not None:
+        elected = masters.election(pool.meta.name, meta.namespace, pool.meta.uid, pool.model.spec)
         try:
-            mooncake = engine.mooncake_json(meta.namespace, pool.meta.name, pool.model.spec)
+            mooncake = engine.mooncake_json(meta.namespace, pool.meta.name, pool.model.spec, elected)
         except ValueError as error:
             raise InvalidSpec("PoolInvalid", f"KVCachePool {pool.meta.name}: {error}") from error
         made.append(engine.config_map(meta.name, meta.namespace, owner, mooncake))
@@ -191,6 +192,7 @@ def children(
         memo=engine.memo_seconds(pool.model.spec) if pool is not None else None,
         fetch_image=ctx.config.fetch_image,
         client=pool.model.spec.client_timeouts if pool is not None else None,
+        election=elected,
     )
     fleet = overridden(_dressed(deployment, spec, pool), spec.pod_template, podtemplate.ENGINE)
     made.append(fleet if spec.nodes == 1 else groups.group(fleet, spec.nodes))

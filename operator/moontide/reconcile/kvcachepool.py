@@ -14,11 +14,11 @@ from moontide.api.v1alpha1 import InferenceDeployment, KVCachePool, KVCachePoolS
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import POOL
-from moontide.reconcile import isolation, poolhealth, storenodes
+from moontide.reconcile import isolation, leadership, poolhealth, storenodes
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.overrides import overridden
-from moontide.resources import podtemplate, store
+from moontide.resources import masters, podtemplate, store
 from moontide.resources.podtemplate import Overridden
 
 MASTER_SECONDS = 2.0
@@ -114,14 +114,23 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
         await _write(ctx, pool, _status(ctx, pool, MasterState(), verdict, fleets))
         return again
 
+    election = _election(pool)
+    led = await leadership.look(ctx, pool) if election is not None else None
     host = naming.service_host(naming.master(name), namespace)
     seen = await look_at_master(ctx.http, f"http://{host}:{naming.MASTER_METRICS_PORT}")
     verdict = _verdict(seen, await ctx.kube.get_child_deployment(namespace, naming.master(name)))
     nodes = await storenodes.look(ctx, pool)
     started = await poolhealth.master_started(ctx, pool)
-    await _write(ctx, pool, _status(ctx, pool, seen, verdict, fleets, nodes, started))
-    still = verdict.status == "True" and (nodes is None or not nodes.leaving)
-    return SERVING_SECONDS if still else STARTING_SECONDS
+    await _write(ctx, pool, _status(ctx, pool, seen, verdict, fleets, nodes, started, led))
+    if led is not None:
+        await leadership.tell(ctx, pool, led)
+    if verdict.status != "True" or (nodes is not None and nodes.leaving):
+        return STARTING_SECONDS
+    return SERVING_SECONDS if led is None else leadership.LOOK_SECONDS
+
+
+def _election(pool: Resource[KVCachePool]) -> masters.Election | None:
+    return masters.election(pool.meta.name, pool.meta.namespace, pool.meta.uid, pool.model.spec)
 
 
 async def _apply(ctx: Context, pool: Resource[KVCachePool]) -> tuple[status.Verdict, float] | None:
@@ -142,16 +151,17 @@ def children(ctx: Context, pool: Resource[KVCachePool]) -> tuple[Child | Overrid
 
     Raises :class:`InvalidSpec` for a podTemplate that changes what is Moontide's.
     """
-    name, namespace, owner = pool.meta.name, pool.meta.namespace, pool.owner_reference()
-    return (
-        store.secret(name, namespace, owner, ctx.tokens.derive(pool.meta.uid)),
-        store.service(name, namespace, owner),
-        overridden(
-            store.deployment(name, namespace, owner, pool.model.spec, ctx.config.mooncake_image),
-            pool.model.spec.pod_template,
-            podtemplate.MASTER,
-        ),
-    )
+    name, namespace, owner, spec = pool.meta.name, pool.meta.namespace, pool.owner_reference(), pool.model.spec
+    service = store.service(name, namespace, owner)
+    deployment = store.deployment(name, namespace, owner, spec, ctx.config.mooncake_image)
+    made: list[Child | Overridden] = [store.secret(name, namespace, owner, ctx.tokens.derive(pool.meta.uid))]
+    election = _election(pool)
+    if election is not None:
+        if election.own:
+            made.append(masters.etcd_service(name, namespace, owner))
+            made.append(masters.etcd_deployment(name, namespace, owner, ctx.config.etcd_image))
+        service, deployment = masters.lead(service), masters.replicate(deployment, election)
+    return (*made, service, overridden(deployment, spec.pod_template, podtemplate.MASTER))
 
 
 def _verdict(seen: MasterState, deployment: k8s.V1Deployment | None) -> status.Verdict:
@@ -171,6 +181,7 @@ def _status(
     fleets: list[Resource[InferenceDeployment]],
     nodes: storenodes.Nodes | None = None,
     started: dt.datetime | None = None,
+    led: leadership.Leadership | None = None,
 ) -> KVCachePoolStatus:
     before = pool.model.status or KVCachePoolStatus()
     name, namespace = pool.meta.name, pool.meta.namespace
@@ -182,11 +193,16 @@ def _status(
         nodes=nodes.lending if nodes is not None else 0,
     )
     judged = poolhealth.judge(ctx, pool, health, fleets, started, serving=not seen.reason and verdict.status == "True")
-    verdicts = [verdict, judged.verdict, *([nodes.verdict] if nodes is not None else [])]
+    election = _election(pool)
+    elected = [] if led is None or election is None else [leadership.elected(led, election)]
+    worse = leadership.worse(led) if led is not None else None
+    verdicts = [verdict, worse or judged.verdict, *elected, *([nodes.verdict] if nodes is not None else [])]
     return KVCachePoolStatus(
         observed_generation=pool.meta.generation,
         conditions=status.merge(before.conditions, verdicts, pool.meta.generation, ctx.now()),
-        endpoint=f"{naming.service_host(naming.master(name), namespace)}:{naming.MASTER_RPC_PORT}",
+        endpoint=masters.client_address(name, namespace, election),
+        leader=led.leader if led is not None else before.leader,
+        leader_changes=led.changes if led is not None else before.leader_changes,
         clients=seen.clients,
         keys=seen.keys,
         capacity_bytes=seen.capacity_bytes,

@@ -17,6 +17,7 @@ from moontide.planning import storenodes as planning
 from moontide.planning.storenodes import Leaving, Segment
 from moontide.reconcile.context import Context
 from moontide.resources import storenodes as resources
+from moontide.resources.masters import election
 from moontide.status import Verdict
 
 ASK_SECONDS = 2.0
@@ -58,7 +59,8 @@ async def prepare(ctx: Context, pool: Resource[KVCachePool]) -> k8s.V1Deployment
         return None
     image, owner = ctx.config.mooncake_image, pool.owner_reference()
     try:
-        wanted = resources.deployment(meta.name, meta.namespace, owner, spec, image)
+        elected = election(meta.name, meta.namespace, meta.uid, spec)
+        wanted = resources.deployment(meta.name, meta.namespace, owner, spec, image, elected)
     except ValueError as error:
         raise InvalidSpec("SizeInvalid", f"memory.storeNodes.segmentSize: {error}") from error
     before = (live.spec.replicas or 0) if live is not None and live.spec is not None else 0

@@ -15,7 +15,7 @@ from moontide.api.v1alpha1 import InferenceDeploymentSpec, KVCachePoolSpec, quan
 from moontide.api.v1alpha1.common import ResourceRequirements
 from moontide.api.v1alpha1.inferencedeployment import ServiceSettings
 from moontide.api.v1alpha1.kvcachepool import ClientTimeouts
-from moontide.resources import common, disruption, sources, timeouts, transport
+from moontide.resources import common, disruption, masters, sources, timeouts, transport
 
 PRE_STOP_SECONDS = 5
 """Between the end of the endpoint's publication and SIGTERM; kube-proxy needs about one second."""
@@ -69,8 +69,8 @@ def service_port(settings: ServiceSettings | None) -> int:
     return settings.port if settings is not None else naming.INFERENCE_PORT
 
 
-def mooncake_json(namespace: str, pool: str, spec: KVCachePoolSpec) -> str:
-    """The Mooncake client's configuration file.
+def mooncake_json(namespace: str, pool: str, spec: KVCachePoolSpec, election: masters.Election | None = None) -> str:
+    """The Mooncake client's configuration file. ``election``: of the pool's masters, where it has several.
 
     Raises ValueError for a size that is no amount of memory.
     """
@@ -79,7 +79,7 @@ def mooncake_json(namespace: str, pool: str, spec: KVCachePoolSpec) -> str:
         # The connector's name for an engine that lends nothing.
         "mode": "embedded" if lent else "standalone-store",
         "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": (f"{naming.service_host(naming.master(pool), namespace)}:{naming.MASTER_RPC_PORT}"),
+        "master_server_address": masters.client_address(pool, namespace, election),
         "global_segment_size": lent,
         "local_buffer_size": quantity_bytes(spec.memory.local_buffer),
         "protocol": spec.transport.protocol,
@@ -133,10 +133,12 @@ def environment(
     device: str,
     memo: float | None = None,
     client: ClientTimeouts | None = None,
+    election: masters.Election | None = None,
 ) -> list[k8s.V1EnvVar]:
     """The engine's environment: defaults, over them the user's, over those what the protocol depends on.
 
-    ``memo``: see :func:`memo_seconds`; ``client``: the pool's time limits, None for the defaults.
+    ``memo``: see :func:`memo_seconds`; ``client``: the pool's time limits, None for the defaults; ``election``: see
+    :func:`mooncake_json`.
     """
     values = {
         "HOME": CACHE_FOLDER,
@@ -170,6 +172,7 @@ def environment(
         values["MOONTIDE_PATCHES"] = spec.engine.patches
     if spec.kv_cache is not None:
         values["MOONCAKE_CONFIG_PATH"] = f"{MOONCAKE_FOLDER}/mooncake.json"
+        values |= masters.client_environment(election)
     return [
         *common.env(values),
         common.field_env("VLLM_HOST_IP", "status.podIP"),
@@ -217,11 +220,12 @@ def deployment(
     memo: float | None = None,
     fetch_image: str = "",
     client: ClientTimeouts | None = None,
+    election: masters.Election | None = None,
 ) -> k8s.V1Deployment:
     """The fleet. ``engine_image``: see :func:`image`; ``fetch_image``: see :func:`sources.fetchers`; ``memo``: see
     :func:`memo_seconds`; ``client``: see :func:`environment`; ``mooncake``: the content of its Mooncake configuration,
-    None without a pool."""
-    selector = labels.engine_labels(name)
+    None without a pool; ``election``: see :func:`mooncake_json`."""
+    selector, device = labels.engine_labels(name), spec.engine.device or default_device
     annotations = {common.TEMPLATE_HASH: common.digest(mooncake)} if mooncake is not None else None
     return k8s.V1Deployment(
         api_version="apps/v1",
@@ -247,7 +251,13 @@ def deployment(
                     termination_grace_period_seconds=PRE_STOP_SECONDS + spec.rollout.drain_seconds + EXIT_SECONDS,
                     init_containers=sources.fetchers(spec.pod_model, fetch_image),
                     containers=[
-                        _container(spec, owner.uid, engine_image, spec.engine.device or default_device, memo, client)
+                        _container(
+                            spec,
+                            owner.uid,
+                            engine_image,
+                            device,
+                            environment(spec, owner.uid, device, memo, client, election),
+                        )
                     ],
                     volumes=_volumes(name, spec),
                     topology_spread_constraints=disruption.spread(name, spec),
@@ -262,15 +272,14 @@ def _container(
     uid: str,
     engine_image: str,
     device: str,
-    memo: float | None,
-    client: ClientTimeouts | None,
+    variables: list[k8s.V1EnvVar],
 ) -> k8s.V1Container:
     port = naming.INFERENCE_PORT
     return k8s.V1Container(
         name=naming.ENGINE_CONTAINER,
         image=engine_image,
         command=arguments(spec, uid),
-        env=environment(spec, uid, device, memo, client),
+        env=variables,
         ports=[
             k8s.V1ContainerPort(name="http", container_port=port, protocol="TCP"),
             k8s.V1ContainerPort(name="admin", container_port=naming.ADMIN_PORT, protocol="TCP"),

@@ -9,6 +9,7 @@ from moontide.api.v1alpha1 import KVCachePoolSpec, quantity_bytes
 from moontide.api.v1alpha1.common import ResourceRequirements
 from moontide.api.v1alpha1.kvcachepool import NODE_OVERHEAD, StoreNodes
 from moontide.resources import common, timeouts, transport
+from moontide.resources.masters import Election, client_address, client_environment
 
 CONTAINER = "store-node"
 BUFFER_BYTES = 16 * 2**20
@@ -17,9 +18,15 @@ EXIT_SECONDS = 20
 
 
 def deployment(
-    pool: str, namespace: str, owner: k8s.V1OwnerReference, spec: KVCachePoolSpec, default_image: str
+    pool: str,
+    namespace: str,
+    owner: k8s.V1OwnerReference,
+    spec: KVCachePoolSpec,
+    default_image: str,
+    election: Election | None = None,
 ) -> k8s.V1Deployment:
-    """The memory nodes; none of them where the spec has no ``storeNodes`` any more.
+    """The memory nodes; none of them where the spec has no ``storeNodes`` any more. ``election``: of the pool's
+    masters, where it has several.
 
     A rollout replaces one after the other, each as soon as the one before lends: keys move to those that stay.
     Raises ValueError for a segment size that is no amount of memory.
@@ -32,7 +39,7 @@ def deployment(
         automount_service_account_token=False,
         security_context=common.pod_security(),
         termination_grace_period_seconds=given.drain_seconds + EXIT_SECONDS,
-        containers=[_container(pool, namespace, spec, default_image, given)],
+        containers=[_container(pool, namespace, spec, default_image, given, election)],
         volumes=[common.empty_dir("tmp")],
     )
     made = k8s.V1Deployment(
@@ -54,7 +61,12 @@ def deployment(
 
 
 def _container(
-    pool: str, namespace: str, spec: KVCachePoolSpec, default_image: str, nodes: StoreNodes
+    pool: str,
+    namespace: str,
+    spec: KVCachePoolSpec,
+    default_image: str,
+    nodes: StoreNodes,
+    election: Election | None,
 ) -> k8s.V1Container:
     over = {"MOONTIDE_PROTOCOL": spec.transport.protocol, "MOONTIDE_DEVICES": transport.device_names(spec.transport)}
     master = naming.service_host(naming.master(pool), namespace)
@@ -67,7 +79,7 @@ def _container(
             *common.env(
                 {
                     "MOONTIDE_NODE_PORT": str(port),
-                    "MOONTIDE_MASTER_ADDRESS": f"{master}:{naming.MASTER_RPC_PORT}",
+                    "MOONTIDE_MASTER_ADDRESS": client_address(pool, namespace, election),
                     "MOONTIDE_MASTER_METRICS": f"http://{master}:{naming.MASTER_METRICS_PORT}",
                     "MOONTIDE_SEGMENT_BYTES": str(quantity_bytes(nodes.segment_size)),
                     "MOONTIDE_BUFFER_BYTES": str(BUFFER_BYTES),
@@ -75,6 +87,7 @@ def _container(
                     **timeouts.rpc(spec.client_timeouts),
                     "MC_HANDSHAKE_CONNECT_TIMEOUT": str(spec.client_timeouts.handshake_seconds),
                     "HOME": "/tmp",
+                    **client_environment(election),
                     **(over if spec.transport.protocol != "tcp" else {}),
                 }
             ),

@@ -81,7 +81,7 @@ def test_the_key_follows_build_arguments(root: Path) -> None:
 def test_a_change_of_the_base_changes_all_images_that_stand_on_it() -> None:
     images = [image for image in IMAGES if image.name != "operator"]
     before, after = image_keys(images, "one"), image_keys(images, "two")
-    assert before.keys() == {"mooncake", "engine-cpu-env", "engine-cpu"}
+    assert before.keys() == {"mooncake", "etcd", "engine-cpu-env", "engine-cpu"}
     assert all(before[name] != after[name] for name in before)
 
 
@@ -95,6 +95,7 @@ def test_names_are_those_that_pods_use() -> None:
     assert references == {
         "moontide.local/operator:dev",
         "moontide.local/mooncake:dev",
+        "moontide.local/etcd:dev",
         "moontide.local/engine-cpu:dev",
     }
 

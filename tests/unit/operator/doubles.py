@@ -28,7 +28,7 @@ from tests.integration.engine_double import IdleEngine
 
 Body = dict[str, Any]
 KINDS: Mapping[str, Kind[Any]] = {kind.kind: kind for kind in (POOL, DEPLOYMENT, POLICY)}
-SELECTED = (labels.MANAGED_BY, labels.COMPONENT, labels.DEPLOYMENT)
+SELECTED = (labels.MANAGED_BY, labels.COMPONENT, labels.DEPLOYMENT, labels.POOL)
 TOKENS = Tokens(bytes(range(32)))
 
 
@@ -206,6 +206,14 @@ class FakeKube:
         pod.metadata.annotations = {**(pod.metadata.annotations or {}), key: value}
         self.annotated.append((namespace, name))
         return True
+
+    async def label_pod(self, namespace: str, name: str, uid: str, key: str, value: str | None) -> bool:
+        for pod in self.pods:
+            if pod.metadata is not None and pod.metadata.uid == uid:
+                kept = {k: v for k, v in (pod.metadata.labels or {}).items() if k != key}
+                pod.metadata.labels = kept if value is None else {**kept, key: value}
+                return True
+        return False
 
     async def delete_pod(self, namespace: str, name: str, uid: str, grace_seconds: int | None = None) -> bool:
         self.deleted.append((namespace, name))

@@ -26,6 +26,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         "MOONTIDE_ENGINE_DEVICE": "cpu",
         "MOONTIDE_MOONCAKE_IMAGE": "m",
         "MOONTIDE_FETCH_IMAGE": "f",
+        "MOONTIDE_ETCD_IMAGE": "etcd",
         "MOONTIDE_LOG_LEVEL": "debug",
         "MOONTIDE_LIVENESS_PORT": "1",
         "MOONTIDE_METRICS_PORT": "2",
@@ -40,9 +41,9 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
     }
     hook = (3, "trainers", "/tls")
     engine = ("e", "0.24.0", "cpu")
-    assert load(environ, own) == Config(
-        "from-file", "a", *engine, "m", "f", "DEBUG", 1, 2, *hook, 1.5, "l", 30, "p", "u"
-    )
+    pod = ("p", "u")
+    wanted = Config("from-file", "a", *engine, "m", "f", "DEBUG", 1, 2, *hook, 1.5, "l", 30, *pod, "etcd")
+    assert load(environ, own) == wanted
     assert load({**environ, "MOONTIDE_NAMESPACE": "said"}, own).namespace == "said"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from moontide.api.v1alpha1.common import Api, Conditions, Quantity, ResourceRequirements, Timestamp, rule, validations
+from moontide.api.v1alpha1.etcd import Etcd
 from moontide.api.v1alpha1.podtemplate import MASTER_CONTAINERS, PodTemplate, template_rules
 
 _template_rules = template_rules(
@@ -47,6 +48,17 @@ were wiped."""
 _owned = "|".join(OWNED_FLAGS)
 
 
+def _one_or_three(schema: dict[str, Any]) -> None:
+    """Two masters would be no better than one, and more than three cost and bring nothing."""
+    schema.pop("enum", None)
+    schema.update(
+        {
+            "type": "integer",
+            **validations(rule("self in [1, 3]", "master.replicas must be 1, or 3 with leader election; write 1 or 3")),
+        }
+    )
+
+
 class Master(Api):
     """The Mooncake master process and its wiper sidecar."""
 
@@ -65,9 +77,27 @@ class Master(Api):
                 "self.evictionRatioPercent < self.evictionHighWatermarkPercent",
                 "master.evictionRatioPercent is not less than evictionHighWatermarkPercent; write less, for example 5",
             ),
+            rule(
+                "self.replicas == oldSelf.replicas",
+                "master.replicas cannot change while the pool lives: its keys would be lost and its engines would look "
+                "for the old master; make another pool and write its name into the fleets' kvCache.poolRef",
+            ),
+            rule(
+                "has(self.etcd) == has(oldSelf.etcd) && (!has(self.etcd) || self.etcd == oldSelf.etcd)",
+                "master.etcd cannot change while the pool lives: masters in two etcds would be two stores; make "
+                "another pool and write its name into the fleets' kvCache.poolRef",
+            ),
+            rule(
+                "!has(self.etcd) || self.replicas == 3",
+                "master.etcd is for the election among several masters; write replicas: 3 beside it, or leave it out",
+            ),
         )
     )
 
+    replicas: Annotated[Literal[1, 3], Field(json_schema_extra=_one_or_three)] = 1
+    """One master, or three with leader election through etcd, of which two stand by."""
+    etcd: Etcd | None = None
+    """Where three masters elect their leader and log their keys; without it the pool runs a small etcd itself."""
     image: Annotated[str | None, Field(min_length=1, max_length=512)] = None
     """Image with ``mooncake_master`` and the wiper; the operator's configured image when absent."""
     resources: Annotated[ResourceRequirements, Field(default_factory=ResourceRequirements)]
@@ -215,7 +245,11 @@ class KVCachePoolStatus(Api):
     observed_generation: int | None = None
     conditions: Conditions = ()
     endpoint: str | None = None
-    """``host:port`` that clients use for the master's RPC."""
+    """What clients use for the master's RPC: ``host:port``; with three masters ``etcd://`` and etcd's."""
+    leader: str | None = None
+    """Name of the pod whose master leads; absent with one master, and while none of three leads."""
+    leader_changes: Annotated[tuple[Timestamp, ...], Field(max_length=10)] = ()
+    """When the last leaders were seen for the first time, oldest first."""
     clients: int | None = None
     """Clients that have memory mounted."""
     keys: int | None = None
