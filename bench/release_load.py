@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import vllm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "component" / "engine")]
