@@ -1,6 +1,7 @@
 """Masters, wipers and engines of one host for bench/gpu/rows.py, on a CUDA card or, for a try, on the CPU.
 
-Everything that is started ends with its :class:`Host`. Ports of the loopback interface: 17000 and up.
+Everything that is started ends with its :class:`Host`. Ports of the loopback interface: 17000 and up,
+or from MOONTIDE_GPU_PORTS, so that two runs can share a host.
 """
 
 from __future__ import annotations

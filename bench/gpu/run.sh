@@ -2,7 +2,8 @@
 # Measure on a host with a CUDA card: run.sh OUT WHAT... (right, cost, ranks; see rows.py). Prints a table last.
 #
 # RELEASE=0.22.1     the release of vLLM
-# PARCELS=folder     what pack.sh made; without it the host installs from its own package registry
+# PARCELS=folder     what pack.sh made; without it the host installs from its own package registry, and has the packages of
+#                    libraries.txt, or what stands for them there
 # PART=tiny         of `right`: only the fleet whose answers are compared (or hybrid: only the one under pressure)
 # HOME_DIR=folder    where all of it is unpacked or installed, once (default: a folder of this user's cache)
 set -euo pipefail
@@ -32,7 +33,9 @@ else
   python=$home/env-$release/bin/python
   if [ ! -e "$home/env-$release/.done" ]; then
     python3 -m venv --system-site-packages "$home/env-$release"
-    "$python" -m pip install -q "vllm==$release" -r "$here/requirements.txt" -c "$here/../../requirements/engine-cpu-0.22.1.txt"
+    # Everything else in requirements.txt comes with vLLM.
+    mapfile -t more < <(sed -n "/^mooncake/p; /^# The operator's/,\$p" "$here/requirements.txt" | grep -v '^#')
+    "$python" -m pip install -q "vllm==$release" "${more[@]}"
     touch "$home/env-$release/.done"
   fi
 fi
