@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import vllm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "component" / "engine")]
@@ -215,6 +214,8 @@ def report(arm: Arm) -> None:
 
 def main() -> int:
     """Command line."""
+    import vllm
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=40)
     parser.add_argument("--arm", choices=("stock", "patched"), action="append")
