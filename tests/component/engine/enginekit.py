@@ -196,6 +196,7 @@ def engine_environment(folder: Path, number: int) -> dict[str, str]:
         "MOONTIDE_KEY_NAMESPACE": NAMESPACE,
         "MOONTIDE_WEIGHTS_VERSION": "weights-a",
         "MOONTIDE_STORE_TIMEOUT_SECONDS": "6",
+        "MOONTIDE_LOAD_TIMEOUT_SECONDS": "10",
         "MOONTIDE_WORKER_SPIN_SECONDS": "0.005",
     }
 
