@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 CLUSTER ?= local
 
-.PHONY: help setup demo oracle test test-engines test-unit lint crds cluster-up cluster-down images clean
+.PHONY: help setup demo oracle test test-engines fuzz test-unit lint crds cluster-up cluster-down images clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ oracle: ## the long oracle: changes under faults, three replicas, every answer c
 test-engines: ## the component tests on every vLLM release that the plugin knows, and old engines in a cluster (50 GB)
 	MOONTIDE_TEST_ENGINES=all python3 -m hack.test component releases
 	python3 -m hack.engines check
+
+fuzz: ## thousands of wild specs against a real API server and an operator at work (COUNT=5000, SEED=1)
+	MOONTIDE_FUZZ=$(or $(COUNT),5000) MOONTIDE_FUZZ_SEED=$(or $(SEED),1) $(PYTHON) -m pytest -q -s tests/integration/test_fuzz.py
 
 test-unit: ## the tests that need nothing but Python (seconds)
 	$(PYTHON) -m pytest -q tests/unit
