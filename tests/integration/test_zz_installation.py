@@ -6,6 +6,7 @@ These come last: they change what the session's operator and cluster look like.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,6 +130,7 @@ def test_helm_refuses_values_that_do_nothing(helm: Helm, value: str) -> None:
         ("hook.enabled=true", "hook.tlsSecret=s"),
         ("watchNamespace=a", "hook.enabled=true"),
         ("monitoring.dashboard.enabled=true",),
+        ("networkPolicies.enabled=true", "networkPolicies.namespaces={default}"),
         ("trainer.roles[0].namespace=a", "trainer.roles[0].policies[0]=policy", "trainer.roles[0].fleets[0]=chat"),
     ],
 )
@@ -154,3 +156,90 @@ def test_monitors_find_the_pods_that_there_are(helm: Helm) -> None:
     assert {each["port"] for each in operator["podMetricsEndpoints"]} <= ports
     alerts = yaml.safe_load((ROOT / "charts/moontide/files/alerts.yaml").read_text())
     assert found["PrometheusRule", "moontide-operator"]["spec"] == alerts
+
+
+def _rules(manifests: str, kind: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for each in yaml.safe_load_all(manifests):
+        if each and each["kind"] == kind and not each["metadata"]["name"].endswith("-hook"):
+            for rule in each["rules"]:
+                for resource in rule["resources"]:
+                    found.setdefault(resource, set()).update(rule["verbs"])
+    return found
+
+
+def test_the_documented_rights_are_those_of_the_chart(helm: Helm) -> None:
+    rows = re.findall(r"^\| (`[^|]*`) \| ([a-z ]+) \|", (ROOT / "docs/security.md").read_text(), re.MULTILINE)
+    told = {name: set(verbs.split()) for names, verbs in rows for name in re.findall(r"`([^`]+)`", names)}
+    made = helm("template", "moontide", str(ROOT / "charts/moontide"), "-n", "ours", "-s", "templates/rbac.yaml")
+    assert _rules(made.stdout, "ClusterRole") == told
+
+
+OPERATOR = ("ours", {"app.kubernetes.io/name": "moontide-operator", "app.kubernetes.io/instance": "moontide"})
+ENGINE, STORE = ("rl", labels.engine_labels("chat")), ("rl", labels.store_labels("kv"))
+WORKER, NODE, ETCD = (
+    ("rl", labels.worker_labels("chat")),
+    ("rl", labels.store_node_labels("kv")),
+    ("rl", labels.etcd_labels("kv")),
+)
+TRAINER, SCRAPER, ADOPTED = ("rl", {"app": "trainer"}), ("rl", {"app": "prometheus"}), ("rl", {"app": "mine"})
+STRANGER, NEIGHBOUR = ("rl", {"app": "web"}), ("other", labels.engine_labels("chat"))
+EVERYBODY = (OPERATOR, ENGINE, STORE, WORKER, NODE, ETCD, TRAINER, SCRAPER, ADOPTED, STRANGER, NEIGHBOUR)
+FAMILY = (ENGINE, STORE, WORKER, NODE, ETCD, ADOPTED)
+Pod = tuple[str, dict[str, str]]
+
+
+@pytest.mark.parametrize(
+    ("target", "port", "allowed"),
+    [
+        (ENGINE, 8000, EVERYBODY),
+        (ENGINE, 8001, (OPERATOR, TRAINER)),
+        (ENGINE, 15467, FAMILY),
+        (WORKER, 8001, (OPERATOR, TRAINER)),
+        (WORKER, 29500, FAMILY),
+        (STORE, 50051, FAMILY),
+        (STORE, 9003, (OPERATOR, NODE, SCRAPER, STORE)),
+        (STORE, 9004, (OPERATOR, STORE)),
+        (NODE, 17000, (*FAMILY, OPERATOR)),
+        (ETCD, 2379, (*FAMILY, OPERATOR)),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_who_reaches_what_under_the_network_policies(
+    helm: Helm, target: Pod, port: int, allowed: tuple[Pod, ...]
+) -> None:
+    given = {"trainers": "trainer", "scrapers": "prometheus", "engines": "mine"}
+    sets = [f"networkPolicies.{kind}[0].podSelector.matchLabels.app={app}" for kind, app in given.items()]
+    sets += ["networkPolicies.enabled=true", "networkPolicies.namespaces={rl}"]
+    arguments = [part for each in sets for part in ("--set", each)]
+    template = ("-n", "ours", "-s", "templates/networkpolicies.yaml")
+    made = helm("template", "moontide", str(ROOT / "charts/moontide"), *template, *arguments)
+    policies = [each["spec"] for each in yaml.safe_load_all(made.stdout) if each]
+    assert len(policies) == 3
+    assert [pod for pod in EVERYBODY if _reaches(policies, pod, target, port)] == [
+        pod for pod in EVERYBODY if pod in allowed
+    ]
+
+
+def _matches(selector: dict[str, Any], found: dict[str, str]) -> bool:
+    exact = selector.get("matchLabels", {}).items() <= found.items()
+    return exact and all(found.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", ()))
+
+
+def _reaches(policies: list[dict[str, Any]], source: Pod, target: Pod, port: int) -> bool:
+    """What the API says that policies of namespace ``rl`` mean."""
+    concerned = [each for each in policies if _matches(each["podSelector"], target[1])]
+    assert concerned
+    for rule in (rule for each in concerned for rule in each["ingress"]):
+        ports = rule.get("ports")
+        if ports and not any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports):
+            continue
+        if "from" not in rule or any(_is_peer(peer, source) for peer in rule["from"]):
+            return True
+    return False
+
+
+def _is_peer(peer: dict[str, Any], source: Pod) -> bool:
+    namespace = {"kubernetes.io/metadata.name": source[0]}
+    there = _matches(peer["namespaceSelector"], namespace) if "namespaceSelector" in peer else source[0] == "rl"
+    return there and _matches(peer.get("podSelector", {}), source[1])

@@ -64,3 +64,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   resources: [events]
   verbs: [create, patch]
 {{- end -}}
+
+{{/* The operator's pods, as a peer of a NetworkPolicy in any namespace. */}}
+{{- define "moontide.operatorPeer" -}}
+- namespaceSelector:
+    matchLabels:
+      kubernetes.io/metadata.name: {{ .Release.Namespace }}
+  podSelector:
+    matchLabels: {{- include "moontide.selector" . | nindent 6 }}
+{{- end -}}
+
+{{/* Who shares KV in a namespace: every pod that Moontide made there, and engines that others launched. */}}
+{{- define "moontide.sharers" -}}
+- podSelector:
+    matchLabels:
+      app.kubernetes.io/managed-by: moontide
+{{- with .engines }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
