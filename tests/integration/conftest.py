@@ -103,6 +103,18 @@ def condition(body: dict[str, Any] | None, type: str) -> tuple[str, str]:
     return "", ""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that need the session's operator come after those that need none: it serves every namespace, and two
+    operators with different root keys would fight over the Secrets of one. What changes the cluster itself is last."""
+    here = Path(__file__).parent
+    ours = [item for item in items if item.path.is_relative_to(here)]
+    served = {item.path for item in ours if "operator" in getattr(item, "fixturenames", ())}
+    places = [index for index, item in enumerate(items) if item.path.is_relative_to(here)]
+    ours.sort(key=lambda item: (item.path.stem.startswith("test_zz"), item.path in served))
+    for place, item in zip(places, ours, strict=True):
+        items[place] = item
+
+
 @pytest.fixture(scope="session", name="tools")
 def _tools() -> Path:
     """The folder of kubectl, helm and the control plane's programs."""
