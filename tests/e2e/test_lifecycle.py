@@ -10,13 +10,18 @@ from hack.demo.fleet import Fleet
 from hack.demo.kube import Kube, Object, names, wait
 
 NAMESPACE = "moontide-lifecycle"
-CHILDREN = "deployments,replicasets,pods,services,configmaps,secrets,endpointslices"
+CHILDREN = "deployments,replicasets,pods,services,configmaps,secrets,endpointslices,poddisruptionbudgets"
 API = "moontide.dev/v1alpha1"
 
 
 @pytest.fixture(scope="module")
 def namespace(kube: Kube, demo: object) -> Iterator[str]:
-    kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    amount = {"accessModes": ["ReadOnlyMany"], "resources": {"requests": {"storage": "1Mi"}}}
+    claim = {"metadata": {"name": "tiny-models", "namespace": NAMESPACE}, "spec": amount}
+    kube.apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", **claim},
+    )
     yield NAMESPACE
     kube.run("delete", "namespace", NAMESPACE, "--timeout=90s", timeout=100)
 
@@ -56,6 +61,7 @@ def _children(kube: Kube) -> list[str]:
                 "Service/short-lived",
                 "ConfigMap/short-lived-mooncake",
                 "Secret/short-lived-admin",
+                "PodDisruptionBudget/short-lived",
             },
         ),
         ("polv", (POLICY,), set[str]()),
