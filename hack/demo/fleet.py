@@ -239,9 +239,13 @@ class Fleet:
 
     def close(self) -> None:
         """Close every connection and end what was started to reach pods."""
+        self.leave()
+        self.reach.close()
+
+    def leave(self) -> None:
+        """Close the connections to its replicas; what was started to reach pods is somebody else's."""
         for replica in self._known.values():
             replica.close()
-        self.reach.close()
 
     @property
     def key_namespace(self) -> str:

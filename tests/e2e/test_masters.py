@@ -53,9 +53,7 @@ def spare(fleet: Fleet) -> Iterator[Fleet]:
     finally:
         kube.run("delete", f"ifd/{FLEET}", f"kvp/{POOL}", "-n", namespace, "--ignore-not-found", "--wait=true")
         wait(lambda: not made.pods() or None, WAIT_SECONDS, "the engine to be gone")
-        # The connections to pods are the demo's fleet's.
-        for replica in made.replicas():
-            replica.close()
+        made.leave()
 
 
 def _object(kind: str, name: str, namespace: str, spec: Object) -> Object:
