@@ -337,5 +337,7 @@ def test_kubectl_finds_the_plugin(hand: Hand) -> None:
     environ["KUBECONFIG"] = str(hand.kubectl.kubeconfig)
     done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{hand.namespace}/policy, strategy Barrier, weights External\n")
+    heading, row = done.stdout.splitlines()[:2]
+    assert heading.split()[:4] == ["POLICY", "VERSION", "EPOCH", "STATE"]
+    assert row.split()[:4] == [f"{hand.namespace}/policy", "42", "1", "Current"]
     assert "Current      True  Current  by hand" in done.stdout
