@@ -329,8 +329,9 @@ class Commands:
         return queues
 
     def _store(self, queues: list[RankQueue] | None, fault: str) -> Answer:
-        configured = self._engine.store_configured
-        if not configured:
+        if self._engine.fell_back:
+            return {"configured": True, "attached": False, "reason": f"Fallback: {self._engine.fell_back}"}
+        if not self._engine.store_configured:
             return {"configured": False, "attached": False, "reason": "NotConfigured"}
         if queues is None:
             return {"configured": True, "attached": False, "reason": fault or "not asked while weights are loaded"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moontide_engine import fallback
 from moontide_engine.patches import APPLIED, policy_epoch
 from moontide_engine.patches.reset_truth_front import everywhere
 
@@ -59,7 +60,11 @@ class Engine(Protocol):
 
     @property
     def store_configured(self) -> bool:
-        """Whether the engine has a Mooncake store."""
+        """Whether the engine runs with a Mooncake store."""
+
+    @property
+    def fell_back(self) -> str:
+        """Why the engine runs without the store that it was to have; empty if it does not."""
 
     @property
     def fence_unsupported(self) -> str:
@@ -131,6 +136,11 @@ class VllmEngine:
     def store_configured(self) -> bool:
         """Whether a Mooncake store connector is configured, alone or inside a MultiConnector."""
         return bool(store_connectors(self._config.kv_transfer_config))
+
+    @property
+    def fell_back(self) -> str:
+        """As it was decided in this process, which made the configuration."""
+        return fallback.fell_back()
 
     @property
     def fence_unsupported(self) -> str:

@@ -10,7 +10,7 @@ import importlib
 import inspect
 from typing import Any
 
-from moontide_engine import cpu_build, settings
+from moontide_engine import cpu_build, fallback, settings
 from moontide_engine.patches import (
     Registry,
     bounded_transfers,
@@ -62,6 +62,7 @@ def register() -> None:
     loaded = settings.load()
     PATCHES.apply(auto=loaded.auto_patches)
     cpu_build.prepare()
+    fallback.prepare()
     if loaded.worker_spin is not None:
         calm(loaded.worker_spin)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 
+from moontide_engine import fallback
 from moontide_engine import settings as settings_module
 from moontide_engine.admin import AdminApp, Commands
 from moontide_engine.asgi import App, Receive, Scope, Send
@@ -123,6 +124,7 @@ async def serve(original: ServeHttp, app: Any, sock: socket.socket | None, args:
         state=gate.state,
         admin=f"{settings.admin_host}:{settings.admin_port}",
         weightsVersion=settings.weights_version,
+        fellBack=engine.fell_back,
         patches=dict(PATCHES.table),
     )
 
@@ -174,7 +176,10 @@ def check_setup(client: Any, settings: Settings, kwargs: Any) -> None:
             "VLLM_ENABLE_RESPONSES_API_STORE lets responses run on after their request has ended, past every barrier; "
             "unset it"
         )
-    for extra in store_connectors(client.vllm_config.kv_transfer_config):
+    stores = store_connectors(client.vllm_config.kv_transfer_config)
+    if stores and fallback.fell_back():
+        raise StartRefused("the engine was to start without its store, and has one")
+    for extra in stores:
         prefix = str(extra.get("cache_prefix", ""))
         if prefix != settings.key_namespace:
             raise StartRefused(

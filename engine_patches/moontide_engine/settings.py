@@ -32,6 +32,10 @@ class Settings:
     """Within which a load of external blocks ends, however it ends."""
     worker_spin: float | None
     """How long a waiting process of vLLM keeps its core busy; None leaves it at vLLM's own second."""
+    on_pool_failure: str = "Fallback"
+    """``Fallback``: an engine whose pool cannot be reached at its start starts without it; ``Crash``: it does not."""
+    pool_wait: float = 60.0
+    """How long an engine that starts waits for its pool's master."""
     auto_patches: bool = False
     """Whether a vLLM that is not known as a whole runs with the patches that know it; else it does not start."""
 
@@ -52,6 +56,9 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
     patches = env.get("MOONTIDE_PATCHES", "") or "Require"
     if patches not in ("Require", "Auto"):
         raise SettingsError(f"MOONTIDE_PATCHES={patches!r} is neither Require nor Auto")
+    on_pool_failure = env.get("MOONTIDE_ON_POOL_FAILURE", "") or "Fallback"
+    if on_pool_failure not in ("Fallback", "Crash"):
+        raise SettingsError(f"MOONTIDE_ON_POOL_FAILURE={on_pool_failure!r} is neither Fallback nor Crash")
     return Settings(
         admin_host=env.get("MOONTIDE_ADMIN_HOST", "0.0.0.0"),
         admin_port=int(number(env, "MOONTIDE_ADMIN_PORT", 8001, 1, 65535)),
@@ -64,6 +71,8 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
         store_timeout=number(env, "MOONTIDE_STORE_TIMEOUT_SECONDS", 10, 0.1, 600),
         load_timeout=number(env, "MOONTIDE_LOAD_TIMEOUT_SECONDS", 5, 0.1, 600),
         worker_spin=number(env, _SPIN, 1, 0, 1) if env.get(_SPIN) else None,
+        on_pool_failure=on_pool_failure,
+        pool_wait=number(env, "MOONTIDE_POOL_WAIT_SECONDS", 60, 0.1, 3600),
         auto_patches=patches == "Auto",
     )
 

@@ -31,6 +31,7 @@ class IdleEngine:
     version = "0.32.0"
     ranks = 1
     store_configured = False
+    fell_back = ""
     fence_unsupported = live_fence_unsupported = ""
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from moontide_engine import settings as settings_module
+from moontide_engine.fallback import fell_back
 from moontide_engine.jsonlog import log
 from moontide_engine.patches.probe import STORE
 from moontide_engine.patches.reset_truth_store import JOBS, Outcome
@@ -113,6 +114,10 @@ def _saving(core: Any) -> bool:
 def _reset_external(scheduler: Any) -> _Wiped:
     wiped = _Wiped()
     if scheduler.connector is None:
+        if why := fell_back():
+            # Others may share the store, and it keeps what it has.
+            wiped.jobs.append(_resolved(Outcome(False, None, "StoreNotAttached", f"runs without its store: {why}")))
+            return wiped
         # True, with a debug line.
         scheduler.reset_connector_cache()
         return wiped

@@ -38,6 +38,7 @@ class FakeEngine:
     version: str = "0.32.0"
     ranks: int = 2
     store_configured: bool = True
+    fell_back: str = ""
     on_resume: Callable[[], None] | None = None
     fence_unsupported: str = ""
     live_fence_unsupported: str = ""
@@ -553,6 +554,12 @@ async def test_status_tells_everything(plane: Plane) -> None:
     assert (status["clean"], status["drained"], status["responsive"]) == (False, False, True)
     assert status["store"] == {"configured": True, "attached": True, "reason": ""}
     assert status["keyNamespace"] == "ns"
+
+
+async def test_an_engine_that_fell_back_has_a_store_that_is_not_attached(plane: Plane) -> None:
+    plane.engine.fell_back, plane.engine.store_configured = "nobody there", False
+    status = (await plane.http.get("/moontide/v1/status")).json()
+    assert status["store"] == {"configured": True, "attached": False, "reason": "Fallback: nobody there"}
 
 
 async def test_the_workers_of_an_open_engine_are_not_woken_by_every_status(plane: Plane) -> None:
