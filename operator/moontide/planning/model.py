@@ -23,6 +23,11 @@ class StoreStatus(BaseModel):
     attached: bool = False
     reason: str = ""
 
+    @property
+    def fell_back(self) -> bool:
+        """The engine could not reach its pool when it started, and runs without it until it starts again."""
+        return self.configured and not self.attached and self.reason.startswith("Fallback:")
+
 
 class FenceStatus(BaseModel):
     """Whether the engine's block hashes can carry an epoch."""
@@ -124,6 +129,8 @@ class Replica:
     """Name of the InferenceDeployment, in ``namespace``."""
     pod_state: Pod | None = None
     """What scheduler and kubelet say of its pod."""
+    container_started: dt.datetime | None = None
+    """When the container that runs started."""
     hindrance: str = ""
     """Why its container does not run, for people: ``REASON: message``; empty while nothing is wrong."""
 

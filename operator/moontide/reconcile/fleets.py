@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from dataclasses import replace
 
 from kubernetes.aio import client as k8s
@@ -27,6 +28,15 @@ def running_container(pod: k8s.V1Pod) -> str | None:
     for status in statuses:
         if status.name == naming.ENGINE_CONTAINER and status.state is not None and status.state.running is not None:
             return status.container_id or None
+    return None
+
+
+def started_at(pod: k8s.V1Pod) -> dt.datetime | None:
+    """When the engine container that runs in ``pod`` started, or None."""
+    for status in (pod.status.container_statuses or []) if pod.status is not None else []:
+        if status.name == naming.ENGINE_CONTAINER and status.state is not None and status.state.running is not None:
+            moment: dt.datetime | None = status.state.running.started_at
+            return moment
     return None
 
 
@@ -76,6 +86,7 @@ def unasked(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
         may_have_served=container is not None and container == admitted,
         terminating=metadata.deletion_timestamp is not None,
         pod_state=facts(pod),
+        container_started=started_at(pod),
         hindrance="" if container is not None else hindrance(pod),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kubernetes.aio import client as k8s
 
@@ -20,8 +20,9 @@ from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import DEPLOYMENT
 from moontide.planning.model import Fleet, Replica
+from moontide.planning.reattach import Reattach, fallen
 from moontide.planning.stall import Stall
-from moontide.reconcile import adopted, isolation, needs
+from moontide.reconcile import adopted, isolation, needs, reattach
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
@@ -69,6 +70,8 @@ class Seen:
     """Why the children could not be applied."""
     stall: Stall | None = None
     """Which pod does not come up by itself."""
+    reattach: Reattach = field(default_factory=Reattach)
+    """What is done about replicas that started without their pool."""
 
 
 async def reconcile(ctx: Context, namespace: str, name: str) -> float:
@@ -117,11 +120,15 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
         refusal=refusal,
         stall=stall_of(deployment, fleet.replicas, ctx.now()),
     )
+    complete = progressing(resource, seen).reason == "Complete"
+    found = reattach.judge(ctx, resource, fleet, around.pool, around.policy, complete=complete)
+    seen = replace(seen, reattach=found)
     now = status_of(ctx, resource, seen)
     ctx.metrics.deployment(namespace, name, spec.wanted, now, closed_replicas(seen.fleet, seen.around))
     before = resource.model.status or InferenceDeploymentStatus()
     if now != before and await ctx.kube.apply_deployment_status(namespace, name, now, uid=resource.meta.uid):
         await announce(ctx, resource, before.conditions, now.conditions, expected=EXPECTED)
+    await reattach.act(ctx, resource, found)
     still = now.current_replicas == now.ready_replicas == spec.wanted and not now.closed
     settled = still and not any(replica.terminating for replica in seen.fleet.replicas if replica.url)
     return requeue if settled else min(requeue, SETTLING_SECONDS)
@@ -438,6 +445,11 @@ def kv_cache_attached(resource: Resource[InferenceDeployment], seen: Seen) -> Ve
         for replica in answering
         if replica.status is not None and not replica.status.store.attached
     )
+    if fallen(answering):
+        replica, waits = seen.reattach.replica, seen.reattach.waits
+        then = f"pod {replica.pod} is made anew now" if replica is not None else waits
+        text = f"without KVCachePool {pool}: {', '.join(apart[:_LISTED])}; {then}"
+        return Verdict(name, "False", "Fallback", text)
     if apart:
         return Verdict(name, "False", "NotAttached", f"without KVCachePool {pool}: {', '.join(apart[:_LISTED])}")
     return Verdict(name, "True", "Attached", f"every engine that answers shares KV through KVCachePool {pool}")

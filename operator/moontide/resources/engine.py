@@ -172,6 +172,9 @@ def environment(
         values["MOONTIDE_PATCHES"] = spec.engine.patches
     if spec.kv_cache is not None:
         values["MOONCAKE_CONFIG_PATH"] = f"{MOONCAKE_FOLDER}/mooncake.json"
+        if spec.kv_cache.on_pool_failure == "Crash":
+            # Fallback is the engine's own default.
+            values["MOONTIDE_ON_POOL_FAILURE"] = "Crash"
         values |= masters.client_environment(election)
     return [
         *common.env(values),

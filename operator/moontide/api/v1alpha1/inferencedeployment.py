@@ -73,6 +73,10 @@ class KVCache(Api):
     """The pool the replicas share KV through."""
 
     pool_ref: ObjectName
+    on_pool_failure: Literal["Fallback", "Crash"] = "Fallback"
+    """What an engine does that cannot reach the pool at its start, within a minute. ``Fallback``: it starts without it,
+    condition ``KVCacheAttached`` says so, and its pod is made anew when the pool has been ready for a minute.
+    ``Crash``: it ends, and is started again until the pool is there. A replica of several nodes always does that."""
 
 
 class Rollout(Api):
@@ -152,7 +156,8 @@ _pods_only = (
     "self.engine.patches == 'Require' && self.engine.args.size() == 0 && self.engine.env.size() == 0 && "
     "self.rollout.maxSurge == 0 && self.rollout.maxUnavailable == 1 && self.rollout.drainSeconds == 30 && "
     "self.rollout.disruptionBudget == 'Managed' && !has(self.spread) && "
-    "!has(self.podTemplate) && !has(self.service) && self.startupSeconds == 1800"
+    "!has(self.podTemplate) && !has(self.service) && self.startupSeconds == 1800 && "
+    "(!has(self.kvCache) || self.kvCache.onPoolFailure == 'Fallback')"
 )
 _template_rules = template_rules(
     ENGINE_CONTAINERS,
@@ -174,8 +179,9 @@ class InferenceDeploymentSpec(Api):
             ),
             rule(
                 f"!has(self.endpoints) || ({_pods_only})",
-                "spec.engine, replicas, resources, parallelism, sharedMemory, rollout, startupSeconds, service, spread "
-                "and podTemplate are of pods, and spec.endpoints makes none: remove them, and write one URL a replica",
+                "spec.engine, replicas, resources, parallelism, sharedMemory, rollout, startupSeconds, service, "
+                "spread, kvCache.onPoolFailure and podTemplate are of pods, and spec.endpoints makes none: remove "
+                "them, and write one URL a replica",
             ),
             *parallelism.rules(),
             rule(
