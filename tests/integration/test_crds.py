@@ -237,6 +237,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (_with(ADOPTING, "spec.engine", {"args": ["--seed=1"]}), "remove them, and write one URL a replica"),
     (_with(ADOPTING, "spec.resources", {"limits": {"cpu": 1}}), "remove them, and write one URL a replica"),
     (_with(ADOPTING, "spec.rollout", {"drainSeconds": 1}), "remove them, and write one URL a replica"),
+    (
+        _with(ADOPTING, "spec.kvCache", {"poolRef": {"name": "kv"}, "onPoolFailure": "Crash"}),
+        "remove them, and write one URL a replica",
+    ),
     *(
         (_with(ADOPTING, "spec.endpoints.urls", [url]), "write for example http://10.0.0.7:8001")
         for url in (
@@ -352,6 +356,7 @@ def test_no_rule_is_without_a_case() -> None:
         _with(FLEET, "spec.engine.device", "tpu"),
         _with(FLEET, "spec.parallelism", {"tensor": 0}),
         _with(FLEET, "spec.model.version", "a b"),
+        _with(FLEET, "spec.kvCache", {"poolRef": {"name": "kv"}, "onPoolFailure": "Hold"}),
         _with(POLICY, "spec", {}),
         _with(POLICY, "spec.version", None),
         _with(POLICY, "spec.runningRequests", "Drop"),
