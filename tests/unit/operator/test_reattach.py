@@ -6,6 +6,7 @@ import datetime as dt
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kubernetes.aio import client as k8s
 
 from moontide import labels
@@ -128,3 +129,52 @@ async def test_the_pod_is_deleted_with_an_event_and_nothing_else_is(tmp_path: Pa
     await reattach.act(cluster.ctx, resource, found)
     assert cluster.kube.deleted == [("ns", "chat-1")]
     assert [event[-1] for event in cluster.kube.events] == ["Reattaching"]
+
+
+async def test_a_fleet_is_admitted_without_its_pool_and_joins_it_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path)
+    kube = cluster.kube
+    since = "2026-01-01T23:00:00Z"
+    ready = {"type": "Ready", "status": "False", "reason": "MasterUnreachable", "lastTransitionTime": since}
+    pool = kube.put("KVCachePool", "ns", "kv", {})
+    pool["status"] = {"conditions": [ready]}
+    fleet = kube.put("InferenceDeployment", "ns", "chat", {"model": MODEL, "kvCache": {"poolRef": {"name": "kv"}}})
+    double = cluster.pod(fleet, "chat-1", "10.0.0.1")
+    double.idle.fell_back = "nobody there"
+    (container,) = kube.pods[0].status.container_statuses
+    container.state.running.started_at = READY_AT - dt.timedelta(minutes=10)
+    owner = k8s.V1OwnerReference(
+        api_version="moontide.dev/v1alpha1",
+        kind="InferenceDeployment",
+        name="chat",
+        uid=fleet["metadata"]["uid"],
+        controller=True,
+    )
+    child = k8s.V1Deployment(
+        metadata=k8s.V1ObjectMeta(generation=1, owner_references=[owner]),
+        spec=k8s.V1DeploymentSpec(selector=k8s.V1LabelSelector(), template=k8s.V1PodTemplateSpec()),
+        status=k8s.V1DeploymentStatus(
+            replicas=1, ready_replicas=1, updated_replicas=1, available_replicas=1, observed_generation=1
+        ),
+    )
+
+    async def get_child(namespace: str, name: str) -> k8s.V1Deployment:
+        return child
+
+    monkeypatch.setattr(kube, "get_child_deployment", get_child)
+    await ifd.reconcile(cluster.ctx, "ns", "chat")
+    assert double.state[0] == "open"
+    status, reason, message = kube.condition("InferenceDeployment", "ns", "chat", "KVCacheAttached")
+    assert (status, reason) == ("False", "Fallback")
+    assert "chat-1 (Fallback: nobody there); its pod is made anew when" in message
+    assert kube.deleted == []
+
+    pool["status"] = {"conditions": [{**ready, "status": "True", "reason": "Serving"}]}
+    await ifd.reconcile(cluster.ctx, "ns", "chat")
+    assert kube.deleted == [("ns", "chat-1")]
+    assert [event[-1] for event in kube.events].count("Reattaching") == 1
+    await ifd.reconcile(cluster.ctx, "ns", "chat")
+    assert kube.deleted == [("ns", "chat-1")]
+    await cluster.http.aclose()
