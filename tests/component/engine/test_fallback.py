@@ -77,8 +77,8 @@ def test_it_serves_and_changes_policies_without_the_store(apart: Path, alone: ki
 
 
 def test_with_crash_it_ends_and_its_last_line_says_why(apart: Path, models: dict[str, Path]) -> None:
-    env = {**kit.engine_environment(apart, 8), **WAIT, "MOONTIDE_ON_POOL_FAILURE": "Crash"}
-    process = kit.spawn(kit.engine_command(models["a"], 8), env, apart / "engine8.log")
+    env = {**kit.engine_environment(apart, 6), **WAIT, "MOONTIDE_ON_POOL_FAILURE": "Crash"}
+    process = kit.spawn(kit.engine_command(models["a"], 6), env, apart / "engine6.log")
     try:
         assert process.popen.wait(kit.START_SECONDS) != 0
     finally:
