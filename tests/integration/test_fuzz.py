@@ -40,7 +40,6 @@ BASES = (
     _base(
         "InferenceDeployment", {"model": MODEL, "kvCache": {"poolRef": {"name": "kv"}}, "policyRef": {"name": "calm"}}
     ),
-    _base("InferenceDeployment", {"endpoints": {"urls": []}, "policyRef": {"name": "other"}}),
 )
 SCHEMAS = {
     crd["spec"]["names"]["kind"]: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
