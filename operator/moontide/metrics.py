@@ -251,7 +251,8 @@ class Metrics:
     def gone(self, kind: str, namespace: str, name: str) -> None:
         """The resource does not exist any more."""
         self._resources.samples.pop((kind, namespace, name), None)
-        self._resources.changes.pop((namespace, name), None) if kind == "PolicyVersion" else None
+        if kind == "PolicyVersion":
+            self._resources.changes.pop((namespace, name), None)
 
     def _keep(
         self, kind: str, namespace: str, name: str, samples: list[Sample], conditions: Iterable[Condition]

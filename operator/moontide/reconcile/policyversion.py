@@ -71,12 +71,13 @@ async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
     fleets: list[Fleet] = await fan_out(followers, lambda each: observe(ctx, each, meta.namespace), limit=16)
     observed = Observed(tuple(fleets), ctx.now(), meta.uid)
     plan = protocol.plan(policy.model.spec, meta.generation, status, observed)
-    ctx.metrics.policy(meta.namespace, meta.name, status, plan.status)
 
     if plan.status != status and not await ctx.kube.apply_policy_status(
         meta.namespace, meta.name, plan.status, uid=meta.uid
     ):
         return GONE_SECONDS
+    # What could not be written is looked at again, and would count twice.
+    ctx.metrics.policy(meta.namespace, meta.name, status, plan.status)
     # Events tell people; the pause does not wait for them.
     telling = asyncio.ensure_future(_tell(ctx, policy, plan))
     try:
