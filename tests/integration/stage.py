@@ -50,7 +50,7 @@ class Api:
             text = answer.read()
         finally:
             connection.close()
-        assert answer.status < 300, f"{method} {path}: {answer.status} {text.decode()[:2000]}"
+        assert answer.status < 300, f"{method} {path}: {answer.status} {text.decode()}"
         return json.loads(text)
 
 

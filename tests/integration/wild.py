@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -68,6 +69,8 @@ KNOWN: dict[str | None, tuple[Any, ...]] = {
     "sharedMemory": ("160Mi", "2Gi"),
     "size": ("1Gi", "100Gi"),
     "allowedNamespaces": ([], ["a", "b"], ["*"]),
+    "replicaTimeoutSeconds": (1, 5, 20),
+    "deadlineSeconds": (60, 120, 3600),
 }
 """Values of properties that CEL has rules for."""
 MOST_REPLICAS = 2
@@ -160,17 +163,81 @@ def bounded(node: Any) -> Any:
     return found
 
 
+def lacking(node: Any, schema: Body, way: tuple[str | None, ...] = ()) -> Iterator[Place]:
+    """What the schema asks for below ``node`` and is not there."""
+    if isinstance(node, list) and isinstance(schema.get("items"), dict):
+        for each in node[-1:]:
+            yield from lacking(each, schema["items"], (*way, None))
+    if isinstance(node, dict):
+        for name, below in schema.get("properties", {}).items():
+            if name in node:
+                yield from lacking(node[name], below, (*way, name))
+            elif name in schema.get("required", ()):
+                yield Place((*way, name), below)
+
+
+OF_PODS = (
+    "model",
+    "engine",
+    "replicas",
+    "resources",
+    "parallelism",
+    "sharedMemory",
+    "rollout",
+    "startupSeconds",
+    "service",
+    "spread",
+    "podTemplate",
+)
+"""What a fleet that is adopted has none of."""
+
+
+REFUSED = ("restartPolicy", "enableServiceLinks", "terminationGracePeriodSeconds", "etcd", "devices")
+"""Values of these are refused by themselves, whatever they are."""
+
+
+def fits_beside(base: Body, place: Place) -> bool:
+    """Whether a value at ``place`` can be right in an object like ``base``, which runs pods or adopts engines."""
+    if set(REFUSED) & set(place.way):
+        return False
+    if base["kind"] != "InferenceDeployment":
+        return True
+    if "endpoints" in base["spec"]:
+        return place.way[0] not in OF_PODS and place.way[-1] != "onPoolFailure"
+    return place.way[0] != "endpoints"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to draw: an object like ``base`` with other values at ``ways``, each with whether it is to fit."""
+
+    base: Body
+    ways: tuple[tuple[Place, bool], ...]
+    name: str | None
+
+    @classmethod
+    def draw(cls, random: Random, schemas: dict[str, Body], bases: tuple[Body, ...]) -> Plan:
+        """One to three values, mostly one, and mostly such that fit."""
+        base = random.choice(bases)
+        there = list(places(schemas[base["kind"]]["properties"]["spec"]))
+        fit = [place for place in there if fits_beside(base, place)]
+        ways = []
+        for _ in range(random.choice((1, 1, 1, 1, 2, 3))):
+            fits = random.random() < 0.9
+            ways.append((random.choice(fit if fits else there), fits))
+        return cls(base, tuple(ways), random.choice(NAMES) if random.random() < 0.1 else None)
+
+
 @st.composite
-def bodies(draw: st.DrawFn, schemas: dict[str, Body], bases: tuple[Body, ...]) -> Body:
-    """An object of one of the kinds: a base with one to three of its parts replaced, mostly by what fits."""
-    body = copy.deepcopy(draw(st.sampled_from(bases)))
-    there = list(places(schemas[body["kind"]]["properties"]["spec"]))
-    for _ in range(draw(st.integers(1, 3))):
-        place = draw(st.sampled_from(there))
-        fits = draw(st.integers(0, 9)) < 9
+def bodies(draw: st.DrawFn, plan: Plan, schemas: dict[str, Body]) -> Body:
+    """An object as planned."""
+    body, schema = copy.deepcopy(plan.base), schemas[plan.base["kind"]]["properties"]["spec"]
+    for place, fits in plan.ways:
         value = draw(fitting(place.schema, place.way[-1]) if fits else wild())
         body["spec"] = put(body["spec"], place.way, value)
+        for missing in list(lacking(body["spec"], schema)) if fits else ():
+            body["spec"] = put(body["spec"], missing.way, draw(fitting(missing.schema, missing.way[-1])))
     body["spec"] = bounded(body["spec"])
-    if draw(st.integers(0, 9)) == 9:
-        body["metadata"]["name"] = draw(st.sampled_from(NAMES))
+    if plan.name is not None:
+        body["metadata"]["name"] = plan.name
     return body
