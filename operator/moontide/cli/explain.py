@@ -39,7 +39,9 @@ def _first(texts: Iterable[str]) -> Iterable[tuple[bool, str]]:
 def policy(sight: Sight, seen: PolicySight, rehearsal: Rehearsal) -> list[str]:
     """Everything that `explain` prints of one policy."""
     spec, status = seen.resource.model.spec, seen.status
-    fresh = status.observed_generation == seen.resource.meta.generation
+    # A change that is held back is looked at: only the conditions say so.
+    looked = (status.observed_generation, *(each.observed_generation for each in status.conditions))
+    fresh = seen.resource.meta.generation in looked
     lines = [
         f"{seen.full_name}: strategy {spec.strategy}, weights {spec.weights} ({_WEIGHTS[spec.weights]})",
         f"  asked for   version {spec.label}" + ("" if fresh else ", which the operator has not looked at yet"),

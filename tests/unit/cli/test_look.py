@@ -145,6 +145,15 @@ def test_explain_names_each_replica_and_its_next_step(type_into: Type) -> None:
     assert (found["decides"], found["version"], found["served"]) == ("Allotment", "2", "1")
 
 
+def test_explain_knows_that_a_change_that_is_held_back_was_looked_at(type_into: Type) -> None:
+    world = world_of(True)
+    world.bump("2", suspend=True)
+    world.run()
+    out, _ = type_into(paper(world), "explain", "policy")
+    assert "asked for   version 2\n" in out
+    assert "suspended   nothing begins until spec.suspend is false" in out
+
+
 def test_near_names_are_suggested(type_into: Type) -> None:
     cluster = paper(world_of(True))
     for command in (["status", "polcy"], ["explain", "polcy"], ["history", "polcy"], ["timeline", "polcy"]):
