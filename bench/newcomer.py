@@ -24,8 +24,7 @@ _BUMP_SECONDS = 150.0
 
 def run(voice: Voice) -> list[tuple[str, float]]:
     """What a newcomer does, and the seconds each step took."""
-    was_up = install.is_up("local")
-    if was_up:
+    if install.is_up("local"):
         raise ClusterError("a cluster is up already; `make cluster-down` ends it, so that this begins with nothing")
     target = install.cluster("local", None, voice)
     steps: list[tuple[str, float]] = []

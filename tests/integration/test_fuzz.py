@@ -35,11 +35,14 @@ def _base(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 HUB = {"source": "hf://org/name", "servedName": "tiny", "version": "1"}
 MODEL = {"source": "pvc://weights/a", "servedName": "tiny", "version": "1"}
+POOL = _base("KVCachePool", {})
+POLICY = _base("PolicyVersion", {"version": 7})
+FLEET = _base("InferenceDeployment", {"model": MODEL})
 BASES = (
-    _base("KVCachePool", {}),
-    _base("PolicyVersion", {"version": 7}),
+    POOL,
+    POLICY,
     _base("InferenceDeployment", {"model": HUB}),
-    _base("InferenceDeployment", {"model": MODEL}),
+    FLEET,
     _base(
         "InferenceDeployment", {"endpoints": {"urls": ["http://10.0.0.7:8001"]}, "kvCache": {"poolRef": {"name": "kv"}}}
     ),
@@ -120,20 +123,19 @@ def _drawn(plan: Plan, number: int) -> dict[str, Any]:
 
 def horrors() -> Iterator[dict[str, Any]]:
     """Made by hand."""
-    fleet = BASES[3]
     for text in HOSTILE:
-        yield put(fleet, ("spec", "engine", "args"), [text])
-        yield put(fleet, ("spec", "engine", "env"), [{"name": text, "value": text}])
-        yield put(fleet, ("spec", "model", "source"), text)
-        yield put(fleet, ("spec", "model", "servedName"), text)
-        yield put(BASES[1], ("spec", "version"), text)
-        yield put(BASES[0], ("spec", "memory", "perReplica"), text)
-    yield put(fleet, ("spec", "engine", "args"), [f"--x{i}={'y' * 1500}" for i in range(128)])
-    yield put(fleet, ("spec", "engine", "env"), [{"name": f"V{i}", "value": "z" * 30_000} for i in range(7)])
-    yield put(fleet, ("metadata", "annotations"), {"big": "b" * 200_000})
-    yield put(fleet, ("spec", "resources"), {"limits": {"cpu": "NaN"}})
-    yield put(fleet, ("spec", "resources"), {"limits": {"cpu": 1}, "requests": {"cpu": 2}})
-    yield put(fleet, ("spec", "resources"), {"limits": {"memory": "999999999Ti"}})
+        yield put(FLEET, ("spec", "engine", "args"), [text])
+        yield put(FLEET, ("spec", "engine", "env"), [{"name": text, "value": text}])
+        yield put(FLEET, ("spec", "model", "source"), text)
+        yield put(FLEET, ("spec", "model", "servedName"), text)
+        yield put(POLICY, ("spec", "version"), text)
+        yield put(POOL, ("spec", "memory", "perReplica"), text)
+    yield put(FLEET, ("spec", "engine", "args"), [f"--x{i}={'y' * 1500}" for i in range(128)])
+    yield put(FLEET, ("spec", "engine", "env"), [{"name": f"V{i}", "value": "z" * 30_000} for i in range(7)])
+    yield put(FLEET, ("metadata", "annotations"), {"big": "b" * 200_000})
+    yield put(FLEET, ("spec", "resources"), {"limits": {"cpu": "NaN"}})
+    yield put(FLEET, ("spec", "resources"), {"limits": {"cpu": 1}, "requests": {"cpu": 2}})
+    yield put(FLEET, ("spec", "resources"), {"limits": {"memory": "999999999Ti"}})
 
 
 def said(refusal: str) -> str:
@@ -208,8 +210,8 @@ class Fuzz:
             for item in self.stage.api("GET", self.stage.path(kind))["items"]:
                 if item["metadata"]["name"] in names:
                     generation, status = item["metadata"]["generation"], item.get("status") or {}
-                    # A change that is held back, because spec.suspend is true, is looked at and not yet acted on.
-                    seen = [status, *status.get("conditions", ())]
+                    # A change that spec.suspend holds back is looked at and not acted on: only conditions say so.
+                    seen = [status, *(status.get("conditions", ()) if item["spec"].get("suspend") else ())]
                     if generation not in [each.get("observedGeneration") for each in seen]:
                         found.append(f"{kind}/{item['metadata']['name']}: {item['spec']} {status}")
         return found
