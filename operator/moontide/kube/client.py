@@ -31,7 +31,7 @@ from moontide.api.v1alpha1 import (
 )
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.applying import APPLY, readable_as_yaml
-from moontide.kube.errors import mapped
+from moontide.kube.errors import found_or_none, mapped
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL, Kind
 from moontide.resources import groups
 from moontide.resources.podtemplate import Overridden
@@ -263,16 +263,11 @@ class Kube:
         return await self._apply_status(POOL, namespace, name, status, uid)
 
     async def _get(self, kind: Kind[T], namespace: str, name: str) -> Resource[T] | None:
-        with mapped(f"get {kind.kind} {namespace}/{name}"):
-            try:
-                body = await self._custom.get_namespaced_custom_object(
-                    GROUP, VERSION, namespace, kind.plural, name, _request_timeout=REQUEST_SECONDS
-                )
-            except ApiException as error:
-                if error.status == 404:
-                    return None
-                raise
-        return parse(kind, cast("dict[str, Any]", body))
+        asked = self._custom.get_namespaced_custom_object(
+            GROUP, VERSION, namespace, kind.plural, name, _request_timeout=REQUEST_SECONDS
+        )
+        body = await found_or_none(f"get {kind.kind} {namespace}/{name}", asked)
+        return parse(kind, cast("dict[str, Any]", body)) if body is not None else None
 
     async def _apply_status(
         self, kind: Kind[T], namespace: str, name: str, status: Api, uid: str | None, without: str = ""
@@ -280,25 +275,19 @@ class Kube:
         metadata = {"name": name} if uid is None else {"name": name, "uid": uid}
         content = {key: value for key, value in status.to_wire().items() if key != without}
         body = {"apiVersion": API_VERSION, "kind": kind.kind, "metadata": metadata, "status": content}
-        with mapped(f"apply status of {kind.kind} {namespace}/{name}"):
-            try:
-                await self._custom.patch_namespaced_custom_object_status(
-                    GROUP,
-                    VERSION,
-                    namespace,
-                    kind.plural,
-                    name,
-                    body,
-                    field_manager=MANAGER,
-                    force=True,
-                    _content_type=APPLY,
-                    _request_timeout=REQUEST_SECONDS,
-                )
-            except ApiException as error:
-                if error.status == 404:
-                    return False
-                raise
-        return True
+        asked = self._custom.patch_namespaced_custom_object_status(
+            GROUP,
+            VERSION,
+            namespace,
+            kind.plural,
+            name,
+            body,
+            field_manager=MANAGER,
+            force=True,
+            _content_type=APPLY,
+            _request_timeout=REQUEST_SECONDS,
+        )
+        return await found_or_none(f"apply status of {kind.kind} {namespace}/{name}", asked) is not None
 
     # Children --------------------------------------------------------------------------------------------------
 
@@ -393,16 +382,11 @@ class Kube:
 
     async def get_group(self, namespace: str, name: str) -> k8s.V1Deployment | None:
         """The LeaderWorkerSet of that name as a Deployment would describe it, or None when there is none."""
-        with mapped(f"get {groups.KIND} {namespace}/{name}"):
-            try:
-                body = await self._custom.get_namespaced_custom_object(
-                    groups.GROUP, groups.VERSION, namespace, groups.PLURAL, name, _request_timeout=REQUEST_SECONDS
-                )
-            except ApiException as error:
-                if error.status == 404:
-                    return None
-                raise
-        return groups.as_deployment(cast("dict[str, Any]", body))
+        asked = self._custom.get_namespaced_custom_object(
+            groups.GROUP, groups.VERSION, namespace, groups.PLURAL, name, _request_timeout=REQUEST_SECONDS
+        )
+        body = await found_or_none(f"get {groups.KIND} {namespace}/{name}", asked)
+        return groups.as_deployment(cast("dict[str, Any]", body)) if body is not None else None
 
     async def _check_owner(
         self,
@@ -410,8 +394,8 @@ class Kube:
     ) -> None:
         name, namespace, owner = _identity(child)
         if isinstance(child, groups.Group):
-            found = await self.get_group(namespace, name)
-            if found is not None and not _controls(owner, found.metadata):
+            group = await self.get_group(namespace, name)
+            if group is not None and not _controls(owner, group.metadata):
                 raise _taken(child)
             return
         reader: Callable[..., Awaitable[Any]]
@@ -423,14 +407,9 @@ class Kube:
             reader = self._policy.read_namespaced_pod_disruption_budget
         else:
             reader = self._core.read_namespaced_config_map
-        with mapped(f"get {child.kind} {namespace}/{name}"):
-            try:
-                live = await reader(name, namespace, _request_timeout=REQUEST_SECONDS)
-            except ApiException as error:
-                if error.status == 404:
-                    return
-                raise
-        if not _controls(owner, live.metadata):
+        asked = reader(name, namespace, _request_timeout=REQUEST_SECONDS)
+        live: Any = await found_or_none(f"get {child.kind} {namespace}/{name}", asked)
+        if live is not None and not _controls(owner, live.metadata):
             raise _taken(child)
 
     def _patcher(self, child: Child) -> Callable[..., Awaitable[Any]]:
@@ -446,15 +425,8 @@ class Kube:
 
     async def get_child_deployment(self, namespace: str, name: str) -> k8s.V1Deployment | None:
         """The apps/v1 Deployment of that name, or None when there is none."""
-        with mapped(f"get Deployment {namespace}/{name}"):
-            try:
-                live: k8s.V1Deployment = await self._apps.read_namespaced_deployment(
-                    name, namespace, _request_timeout=REQUEST_SECONDS
-                )
-            except ApiException as error:
-                if error.status == 404:
-                    return None
-                raise
+        asked = self._apps.read_namespaced_deployment(name, namespace, _request_timeout=REQUEST_SECONDS)
+        live: k8s.V1Deployment | None = await found_or_none(f"get Deployment {namespace}/{name}", asked)
         return live
 
     async def delete_budget(self, namespace: str, name: str, owner: str) -> bool:
@@ -596,50 +568,29 @@ class Kube:
 
         The operator may not read Secrets. A patch that changes nothing, is a dry run, and asks for metadata tells.
         """
-        with mapped(f"look for Secret {namespace}/{name}"):
-            try:
-                await self._core.patch_namespaced_secret(
-                    name,
-                    namespace,
-                    {},
-                    dry_run="All",
-                    field_manager=f"{MANAGER}-look",
-                    _headers={"Accept": METADATA_ONLY},
-                    _content_type=MERGE,
-                    _request_timeout=REQUEST_SECONDS,
-                )
-            except ApiException as error:
-                if error.status == 404:
-                    return False
-                raise
-        return True
+        asked = self._core.patch_namespaced_secret(
+            name,
+            namespace,
+            {},
+            dry_run="All",
+            field_manager=f"{MANAGER}-look",
+            _headers={"Accept": METADATA_ONLY},
+            _content_type=MERGE,
+            _request_timeout=REQUEST_SECONDS,
+        )
+        return await found_or_none(f"look for Secret {namespace}/{name}", asked) is not None
 
     async def claim_exists(self, namespace: str, name: str) -> bool:
         """Whether there is a PersistentVolumeClaim of that name."""
-        with mapped(f"get PersistentVolumeClaim {namespace}/{name}"):
-            try:
-                await self._core.read_namespaced_persistent_volume_claim(
-                    name, namespace, _request_timeout=REQUEST_SECONDS
-                )
-            except ApiException as error:
-                if error.status == 404:
-                    return False
-                raise
-        return True
+        asked = self._core.read_namespaced_persistent_volume_claim(name, namespace, _request_timeout=REQUEST_SECONDS)
+        return await found_or_none(f"get PersistentVolumeClaim {namespace}/{name}", asked) is not None
 
     # Root key --------------------------------------------------------------------------------------------------
 
     async def read_secret(self, namespace: str, name: str) -> k8s.V1Secret | None:
         """A Secret of the operator's own namespace, or None when there is none."""
-        with mapped(f"get Secret {namespace}/{name}"):
-            try:
-                secret: k8s.V1Secret = await self._core.read_namespaced_secret(
-                    name, namespace, _request_timeout=REQUEST_SECONDS
-                )
-            except ApiException as error:
-                if error.status == 404:
-                    return None
-                raise
+        asked = self._core.read_namespaced_secret(name, namespace, _request_timeout=REQUEST_SECONDS)
+        secret: k8s.V1Secret | None = await found_or_none(f"get Secret {namespace}/{name}", asked)
         return secret
 
     async def create_secret(self, namespace: str, secret: k8s.V1Secret) -> None:

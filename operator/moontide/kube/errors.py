@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import aiohttp
 from kubernetes.aio.client.exceptions import ApiException
 
 from moontide.errors import InvalidSpec, Retry
+
+T = TypeVar("T")
 
 CONFLICT_SECONDS = 1.0
 UNAVAILABLE_SECONDS = 2.0
@@ -57,3 +60,14 @@ def mapped(what: str) -> Iterator[None]:
         raise Retry(_retry_after(error), reason) from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise Retry(UNAVAILABLE_SECONDS, f"{what}: {type(error).__name__} {error}".rstrip()) from error
+
+
+async def found_or_none(what: str, asked: Awaitable[T]) -> T | None:
+    """What a request about one object answers, or None when there is no such object; else as :func:`mapped`."""
+    with mapped(what):
+        try:
+            return await asked
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise

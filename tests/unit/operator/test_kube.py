@@ -13,7 +13,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import parse
-from moontide.kube.errors import mapped
+from moontide.kube.errors import found_or_none, mapped
 from moontide.kube.kinds import POLICY
 from moontide.kube.tokens import Tokens
 
@@ -65,6 +65,18 @@ def test_an_answer_without_a_status_object(body: bytes) -> None:
 def test_no_answer_is_retried(error: Exception) -> None:
     with pytest.raises(Retry, match=type(error).__name__), mapped("list pods of ns"):
         raise error
+
+
+async def test_what_is_not_there_is_none_and_no_other_refusal_is() -> None:
+    async def asked(status: int) -> str:
+        if status:
+            raise ApiException(http_resp=Answer(status, {"message": "no"}))
+        return "it"
+
+    assert await found_or_none("get Secret ns/a", asked(0)) == "it"
+    assert await found_or_none("get Secret ns/a", asked(404)) is None
+    with pytest.raises(Retry, match="get Secret ns/a: 403 no"):
+        await found_or_none("get Secret ns/a", asked(403))
 
 
 def test_a_patch_that_is_no_object_of_its_kind_is_an_invalid_spec() -> None:
