@@ -35,6 +35,8 @@ class Context:
     config: Config = field(default_factory=Config)
     now: Callable[[], dt.datetime] = utc_now
     metrics: Metrics = field(default_factory=Metrics)
+    needs_met: dict[str, tuple[int, dt.datetime]] = field(default_factory=dict)
+    """By a fleet's uid, the generation whose Secrets and claims were all there, and when that was asked."""
 
     def __copy__(self) -> Context:
         # kopf copies its memo for every handler; connections and caches must stay one.

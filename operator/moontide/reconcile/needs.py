@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 from moontide.api.v1alpha1 import InferenceDeployment
 from moontide.errors import InvalidSpec
 from moontide.kube.client import Resource
@@ -10,16 +12,22 @@ from moontide.resources import sources
 
 AGAIN_SECONDS = 5.0
 """Nothing tells the operator that a Secret or a claim was made."""
+GOOD_FOR = dt.timedelta(minutes=5)
+"""How long what was there is not asked for again. A pod that misses it then is listed with the kubelet's reason."""
 
 
 async def check(ctx: Context, resource: Resource[InferenceDeployment]) -> None:
     """Raises :class:`InvalidSpec` (``SecretMissing``, ``ClaimMissing``) where the model names what does not exist.
 
     Whether a Secret exists is all that is asked: its content is never read. A key that it lacks shows when the kubelet
-    refuses to start the container.
+    refuses to start the container. While all of it was there for this spec lately, nothing is asked.
     """
     model, namespace = resource.model.spec.model, resource.meta.namespace
     if model is None:
+        return
+    meta, now, met = resource.meta, ctx.now(), ctx.needs_met
+    generation, at = met.get(meta.uid, (None, now))
+    if generation == meta.generation and now - at < GOOD_FOR:
         return
     for name in sources.secrets(model):
         if not await ctx.kube.secret_exists(namespace, name):
@@ -27,6 +35,9 @@ async def check(ctx: Context, resource: Resource[InferenceDeployment]) -> None:
     for name in sources.claims(model):
         if not await ctx.kube.claim_exists(namespace, name):
             raise _missing("ClaimMissing", f"PersistentVolumeClaim {name}", namespace)
+    for uid in [uid for uid, (_, at) in met.items() if now - at >= GOOD_FOR]:
+        del met[uid]
+    met[meta.uid] = (meta.generation, now)
 
 
 def _missing(reason: str, what: str, namespace: str) -> InvalidSpec:

@@ -137,6 +137,40 @@ async def test_what_is_missing_is_named_and_nothing_is_applied(
     assert kube.condition("InferenceDeployment", "ns", "chat", "Progressing")[1] == "Updating"
 
 
+async def test_what_is_there_is_asked_for_again_when_the_spec_changes_and_after_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Cluster(tmp_path)
+    kube, asked = world.kube, list[str]()
+
+    async def there(namespace: str, name: str) -> bool:
+        asked.append(name)
+        return name != "nowhere"
+
+    monkeypatch.setattr(kube, "secret_exists", there)
+    model = {"source": "hf://org/name", "servedName": "m", **HF}
+    kube.put("InferenceDeployment", "ns", "chat", {"model": model})
+    for _ in range(3):
+        await ifd.reconcile(world.ctx, "ns", "chat")
+    assert asked == ["hub"]
+    world.now += needs.GOOD_FOR
+    await ifd.reconcile(world.ctx, "ns", "chat")
+    assert asked == ["hub", "hub"]
+    nowhere = {**model, "tokenSecretRef": {"name": "nowhere", "key": "token"}}
+    kube.put("InferenceDeployment", "ns", "chat", {"model": nowhere})
+    for _ in range(2):
+        await ifd.reconcile(world.ctx, "ns", "chat")
+        assert kube.condition("InferenceDeployment", "ns", "chat", "Progressing")[1] == "SecretMissing"
+    assert asked == ["hub", "hub", "nowhere", "nowhere"]
+    kube.put("InferenceDeployment", "ns", "other", {"model": model})
+    await ifd.reconcile(world.ctx, "ns", "other")
+    assert asked[4:] == ["hub"]
+    assert len(world.ctx.needs_met) == 2
+    world.now += needs.GOOD_FOR
+    await ifd.reconcile(world.ctx, "ns", "other")
+    assert len(world.ctx.needs_met) == 1
+
+
 def _waiting(reason: str, message: str | None = None) -> k8s.V1ContainerState:
     return k8s.V1ContainerState(waiting=k8s.V1ContainerStateWaiting(reason=reason, message=message))
 
