@@ -56,6 +56,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "moontide_pool_bytes": ("Memory of the pool: capacity, allocated.", (*_POOL, "kind")),
     "moontide_pool_segments": ("Segments that clients have mounted.", _POOL),
     "moontide_pool_evicted_keys": ("Keys evicted since the master started.", _POOL),
+    "moontide_pool_degraded": ("1, with the reason, while the condition Degraded is True.", (*_POOL, "reason")),
     "moontide_pool_master_restarts": ("Restarts of the master that were seen; each loses every key.", _POOL),
 }
 """What each gauge of a resource says, and its labels."""
@@ -246,6 +247,11 @@ class Metrics:
             ("moontide_pool_master_restarts", labels, now.master_restarts),
         ]
         samples = [Sample(gauge, of, value) for gauge, of, value in said if value is not None]
+        samples += [
+            Sample("moontide_pool_degraded", {**labels, "reason": each.reason}, 1)
+            for each in now.conditions
+            if each.type == "Degraded" and each.status == "True"
+        ]
         self._keep("KVCachePool", namespace, name, samples, now.conditions)
 
     def gone(self, kind: str, namespace: str, name: str) -> None:

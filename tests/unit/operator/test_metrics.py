@@ -162,3 +162,13 @@ async def test_the_age_of_the_queue() -> None:
         assert (loops.queue_age(), loops.running_age()) == (2, 7)
     finally:
         await loops.stop()
+
+
+def test_why_a_pool_is_degraded_is_a_label_for_as_long_as_it_is() -> None:
+    metrics = Metrics()
+    why = {"type": "Degraded", "lastTransitionTime": stamp(0)}
+    for status, reason in (("False", "AsExpected"), ("True", "ClientsDropped"), ("True", "FillAboveWatermark")):
+        said = Condition.model_validate({**why, "status": status, "reason": reason})
+        metrics.pool("ns", "p", KVCachePoolStatus(conditions=(said,)))
+        seen = [name for name in values(metrics) if name.startswith("moontide_pool_degraded")]
+        assert seen == [f"moontide_pool_degraded{{namespace=ns,pool=p,reason={reason}}}"] * (status == "True")
