@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from moontide_engine.middleware import GateMiddleware
 from moontide_engine.namespace import tag
 from tests.integration.engine_double import IdleEngine, nothing
 
-ADMIN_PORT, WIPER_PORT = 8001, 9004
+INFERENCE_PORT, ADMIN_PORT, WIPER_PORT, MASTER_PORT = 8000, 8001, 9004, 9003
 TICK_SECONDS = 0.02
 UNSALTED = "0" * 16
 
@@ -193,16 +194,24 @@ class Doubles:
         self._journal = journal
         self._store = Store()
         self._engines: dict[str, Engine] = {}
+        self._gates: dict[str, GateMiddleware] = {}
         self._tasks: dict[str, tuple[uvicorn.Server, asyncio.Task[None]]] = {}
 
     async def engine(self, name: str, host: str, token: str, namespace: str, fences: bool, weights: str) -> None:
         """Start an engine process, so to speak: closed, with these weights."""
         made = self._engines[name] = Engine(name, namespace, self._store, self._journal, fences)
         made.weights = weights
-        middleware = GateMiddleware(nothing, made.gate, 16)
+        middleware = self._gates[name] = GateMiddleware(nothing, made.gate, 16)
         commands = Recorded(made, namespace, self._journal, middleware)
         app = AdminApp(commands, middleware, nothing, TokenFile(token))
-        config = uvicorn.Config(app, host=host, port=ADMIN_PORT, log_level="warning", lifespan="off")
+        await self._serve(name, app, host, ADMIN_PORT)
+
+    async def inference(self, name: str, host: str) -> None:
+        """Serve an engine's inference port, too: its gate, and 404 behind it."""
+        await self._serve(f"{name} inference", self._gates[name], host, INFERENCE_PORT)
+
+    async def _serve(self, name: str, app: Any, host: str, port: int) -> None:
+        config = uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
         self._tasks[name] = server, asyncio.create_task(server.serve())
         while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
@@ -220,12 +229,38 @@ class Doubles:
         server = wipers.make_server(config, Wiper(self._store, self._journal))
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
 
+    async def master(self, host: str, capacity: int, bytes_a_key: int) -> None:
+        """Start what the operator reads of a master: that it serves, and its gauges."""
+        store = self._store
+
+        class Pages(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                with store.lock:
+                    keys = len(store.keys)
+                gauges = {"active_clients": 0, "key_count": keys, "allocated_bytes": keys * bytes_a_key}
+                gauges["total_capacity_bytes"] = capacity
+                said = "".join(f"master_{gauge} {value}\n" for gauge, value in gauges.items())
+                body = (json.dumps({"service_ready": True}) if self.path == "/health" else said).encode()
+                self.send_response(200)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer((host, MASTER_PORT), Pages)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+
     async def kill(self, name: str) -> None:
         """End an engine process."""
         self._engines.pop(name)
-        server, task = self._tasks.pop(name)
-        server.should_exit = server.force_exit = True
-        await task
+        self._gates.pop(name)
+        for each in (name, f"{name} inference"):
+            if each in self._tasks:
+                server, task = self._tasks.pop(each)
+                server.should_exit = server.force_exit = True
+                await task
 
     async def change(self, names: Sequence[str], **changes: object) -> None:
         """Set attributes of engines: ``weights``, ``reset_fails``."""

@@ -6,45 +6,13 @@ The operator, its API server, the gates and admin planes are real; the master's 
 from __future__ import annotations
 
 import datetime as dt
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from moontide import naming
 from tests.integration.stage import RESOLVING
 
 READY_SECONDS = 4
 SOONER = f"import moontide.planning.reattach as reattach\nreattach.READY_SECONDS = {READY_SECONDS}.0\n"
 """In place of a minute."""
-GAUGES = "master_active_clients 2\nmaster_key_count 0\nmaster_total_capacity_bytes 1024\nmaster_allocated_bytes 0\n"
-
-
-class MasterDouble(BaseHTTPRequestHandler):
-    """What the operator reads of a master that serves."""
-
-    def do_GET(self) -> None:
-        body = (json.dumps({"service_ready": True}) if self.path == "/health" else GAUGES).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def _master(host: str) -> Iterator[None]:
-    server = ThreadingHTTPServer((host, naming.MASTER_METRICS_PORT), MasterDouble)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def _said(stage: Any, kind: str, name: str, of: str) -> dict[str, str]:
@@ -92,31 +60,31 @@ def test_engines_that_fell_back_are_made_anew_one_at_a_time(make_stage: Any, wai
         assert _said(stage, "KVCachePool", "kv", "Ready")["status"] == "False"
         assert {pod["metadata"]["name"] for pod in stage.pods("chat")} == first
 
-        with _master(stage.services):
-            (left,) = wait_for("one is made anew", lambda: _one(first & _names(stage)))
-            (event,) = wait_for("an Event", lambda: _events(stage))
-            (gone,) = first - {left}
-            assert gone in event["message"]
-            ready = dt.datetime.fromisoformat(_said(stage, "KVCachePool", "kv", "Ready")["lastTransitionTime"])
-            waited = dt.datetime.fromisoformat(event["firstTimestamp"]) - ready
-            assert waited >= dt.timedelta(seconds=READY_SECONDS)
+        stage.double("master", host=stage.services, capacity=1 << 30, bytes_a_key=1 << 20)
+        (left,) = wait_for("one is made anew", lambda: _one(first & _names(stage)))
+        (event,) = wait_for("an Event", lambda: _events(stage))
+        (gone,) = first - {left}
+        assert gone in event["message"]
+        ready = dt.datetime.fromisoformat(_said(stage, "KVCachePool", "kv", "Ready")["lastTransitionTime"])
+        waited = dt.datetime.fromisoformat(event["firstTimestamp"]) - ready
+        assert waited >= dt.timedelta(seconds=READY_SECONDS)
 
-            # The new pod has no engine yet: the other one, which serves, is left alone.
-            stage.double("kill", name=gone)
-            wait_for("it waits", lambda: "made anew when every replica serves" in attached()["message"])
-            assert left in attached()["message"]
-            assert left in _names(stage)
-            assert _events(stage) == [event]
+        # The new pod has no engine yet: the other one, which serves, is left alone.
+        stage.double("kill", name=gone)
+        wait_for("it waits", lambda: "made anew when every replica serves" in attached()["message"])
+        assert left in attached()["message"]
+        assert left in _names(stage)
+        assert _events(stage) == [event]
 
-            _kubelet(stage, uid)
-            wait_for("the other is made anew", lambda: not first & _names(stage))
-            events = wait_for("its Event", lambda: _events(stage)[1:])
-            assert [left in each["message"] for each in events] == [True]
-            stage.double("kill", name=left)
-            last = wait_for("two again", lambda: _two(_kubelet(stage, uid)))
-            wait_for("all are attached", lambda: attached()["status"] == "True" and complete())
-            assert _names(stage) == last
-            assert len(_events(stage)) == 2
+        _kubelet(stage, uid)
+        wait_for("the other is made anew", lambda: not first & _names(stage))
+        events = wait_for("its Event", lambda: _events(stage)[1:])
+        assert [left in each["message"] for each in events] == [True]
+        stage.double("kill", name=left)
+        last = wait_for("two again", lambda: _two(_kubelet(stage, uid)))
+        wait_for("all are attached", lambda: attached()["status"] == "True" and complete())
+        assert _names(stage) == last
+        assert len(_events(stage)) == 2
 
 
 def _names(stage: Any) -> set[str]:
