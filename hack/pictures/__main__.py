@@ -1,6 +1,8 @@
-"""Make docs/pictures/*.svg from docs/pictures/recording.json: ``python -m hack.pictures [--check]``.
+"""Make docs/pictures/*.svg from the recordings beside them: ``python -m hack.pictures [--check]``.
 
-The recording is of a real run: MOONTIDE_RECORDING=docs/pictures/recording.json pytest tests/integration/test_cli.py
+The recordings are of real runs:
+MOONTIDE_RECORDING=docs/pictures/recording.json pytest tests/integration/test_cli.py
+MOONTIDE_PANELS=docs/pictures/panels.json pytest tests/integration/test_dashboard.py
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from hack.pictures import panels
 from hack.pictures.recording import Replay
 from moontide.cli import doctor, explain, history, live, picture, screen
 from moontide.cli.checks import examine
@@ -23,7 +26,7 @@ from moontide.cli.rehearsal import rehearse
 from moontide.cli.timeline import render
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
-RECORDING = "recording.json"
+RECORDING, PANELS = "recording.json", "panels.json"
 COLUMNS = 118
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <style>
@@ -91,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a picture is out of date")
     options = parser.parse_args(arguments)
     made = pictures(json.loads((FOLDER / RECORDING).read_text()))
+    made["dashboard.svg"] = panels.svg(json.loads((FOLDER / PANELS).read_text()))
     wrong = [name for name, text in made.items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text]
     for name in wrong:
         if options.check:
