@@ -1,0 +1,276 @@
+"""What the whole plugin costs a scheduler, by vLLM release: with it over without it, in turn in one run.
+
+    python3 -m bench.plugin_cost                      # every release that is here: about 6 minutes
+    python3 -m bench.plugin_cost --release 0.32.0 --processes 1 --rounds 6      # one, in half a minute
+
+Real EngineCore, scheduler and scheduler half of the Mooncake connector on the CPU; the worker and the store are
+simulated (tests/component/engine/scheduler), so a step is the scheduler's work without a model. Of a release both arms
+are processes that live at the same time and take turns, a round each; whose turn is first changes. A round is a seeded
+load: conversations that share prefixes arrive while others run, then all once more after the local cache was emptied,
+so that they load from the store. It is timed in CPU time of the thread: schedule() with update_from_output(), and
+apart from these what a request costs before it waits (its hashes). The ratio is the median over the rounds' ratios.
+
+Exit status 1 if a ratio of the scheduler is above ``--limit``, or if the arms did not do the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SCENES = ("no store", "store")
+REQUESTS = 64
+HEADS = 8
+BLOCKS = 4096
+Row = dict[str, Any]
+
+
+# -- one arm, in the engine's interpreter ------------------------------------------------------------------------------
+
+
+class Load:
+    """One core, and the time that its scheduler takes."""
+
+    def __init__(self, kit: Any, model: Path, scene: str, patched: bool) -> None:
+        self._kit = kit
+        self._store = kit.SimStore() if scene == "store" else None
+        options = {"num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": 2048}
+        self.core = kit.Core(model, store=self._store, **options)
+        # What it samples needs no more than to be the same in both arms.
+        self.core.worker._visible = lambda seen: [len(seen.tokens)]
+        if patched:
+            self.core.core.moontide_switch("policy/1")
+        self.spent = {"scheduler": 0, "request": 0}
+        self.steps = 0
+        for owner, name in ((self.core.scheduler, "schedule"), (self.core.scheduler, "update_from_output")):
+            setattr(owner, name, self._timed("scheduler", getattr(owner, name)))
+        for name in ("preprocess_add_request", "add_request"):
+            setattr(self.core.core, name, self._timed("request", getattr(self.core.core, name)))
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        clock, spent = time.thread_time_ns, self.spent
+
+        def timed(*arguments: Any, **more: Any) -> Any:
+            began = clock()
+            try:
+                return function(*arguments, **more)
+            finally:
+                spent[part] += clock() - began
+
+        return timed
+
+    def _all(self, seed: int, name: str) -> None:
+        source = random.Random(seed)
+        heads = [self._kit.prompt(seed * 1000 + number, source.randrange(64, 400)) for number in range(HEADS)]
+        for number in range(REQUESTS):
+            tail = self._kit.prompt(seed * 1000 + 100 + number, source.randrange(16, 160))
+            self.core.add(f"{name}-{number}", source.choice(heads) + tail, source.randrange(8, 48))
+            for _ in range(source.randrange(3)):
+                self.core.step()
+                self.steps += 1
+        self.steps += self.core.run(5000)
+        self.core.settle()
+
+    def round(self, seed: int) -> Row:
+        """Microseconds of one round, and what was done in it."""
+        for part in self.spent:
+            self.spent[part] = 0
+        self.steps = 0
+        if self._store is not None:
+            self._store.blocks.clear()
+            self._store.loaded = 0
+        self.core.tokens.clear()
+        self.core.finished.clear()
+        gc.collect()
+        gc.disable()
+        try:
+            for name in ("first", "again"):
+                self._all(seed, f"{seed}-{name}")
+                self.core.scheduler.reset_prefix_cache()
+        finally:
+            gc.enable()
+        loaded = 0 if self._store is None else self._store.loaded
+        work = {"steps": self.steps, "tokens": sum(map(len, self.core.tokens.values())), "loaded": loaded}
+        return {**{part: nanoseconds / 1000 for part, nanoseconds in self.spent.items()}, **work}
+
+
+def be_arm(model: Path, patched: bool) -> None:
+    """Answer rounds until the input ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import logging
+    import warnings
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    import corekit as kit
+    import vllm
+
+    table: Mapping[str, str] = {}
+    if patched:
+        from moontide_engine.plugin import PATCHES
+
+        PATCHES.apply()
+        table = PATCHES.table
+    loads = {scene: Load(kit, model, scene, patched) for scene in SCENES}
+    print(json.dumps({"vllm": vllm.__version__, "patches": dict(table)}), file=out, flush=True)
+    for line in sys.stdin:
+        scene, seed = json.loads(line)
+        print(json.dumps(loads[scene].round(seed)), file=out, flush=True)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+class Arm:
+    """A process with one arm of one release."""
+
+    def __init__(self, python: Path, home: Path | None, model: Path, patched: bool, log: Path) -> None:
+        kit = ROOT / "tests" / "component" / "engine" / "scheduler"
+        path = [str(each) for each in (home, ROOT / "engine_patches", kit) if each is not None]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONTIDE_")}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONHASHSEED": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_TARGET_DEVICE": "cpu",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [str(python), "-W", "ignore", str(Path(__file__).resolve()), "--arm", str(model)]
+        self._log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [*command, "patched" if patched else "stock"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=python.parent,
+            )
+
+    def read(self) -> Row:
+        """Its next answer. Raises RuntimeError if it has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(self._log.read_text(errors="replace")[-3000:])
+        found: Row = json.loads(line)
+        return found
+
+    def round(self, scene: str, seed: int) -> Row:
+        """One round of a scene."""
+        assert self._process.stdin is not None
+        print(json.dumps([scene, seed]), file=self._process.stdin, flush=True)
+        return self.read()
+
+    def end(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def measure(python: Path, home: Path | None, model: Path, folder: Path, processes: int, rounds: int) -> list[Row]:
+    """A row a scene of one release."""
+    found: dict[str, list[tuple[Row, Row]]] = {scene: [] for scene in SCENES}
+    said: Row = {}
+    for pair in range(processes):
+        arms = [Arm(python, home, model, patched, folder / f"{patched}.log") for patched in (False, True)]
+        try:
+            said = [arm.read() for arm in arms][1]
+            for scene in SCENES:
+                for number in range(-1, rounds):
+                    seed = 1 + pair * (rounds + 1) + number
+                    order = (0, 1) if number % 2 else (1, 0)
+                    rows = {which: arms[which].round(scene, seed) for which in order}
+                    # The first round warms up.
+                    if number >= 0:
+                        found[scene].append((rows[0], rows[1]))
+        finally:
+            for arm in arms:
+                arm.end()
+    return [row(scene, said, pairs) for scene, pairs in found.items()]
+
+
+def row(scene: str, said: Row, pairs: list[tuple[Row, Row]]) -> Row:
+    """Medians over the rounds, in microseconds a step and a request, and medians of the rounds' ratios."""
+    made: Row = {"vllm": said["vllm"].partition("+")[0], "scene": scene, "rounds": len(pairs)}
+    made["applied"] = sorted(name for name, state in said["patches"].items() if state == "applied")
+    for part in ("scheduler", "request"):
+        unit = [(off["steps"] if part == "scheduler" else 2 * REQUESTS) for off, _ in pairs]
+        ratios = sorted(on[part] / off[part] for off, on in pairs)
+        made[part] = {
+            "off_us": statistics.median(off[part] / each for (off, _), each in zip(pairs, unit, strict=True)),
+            "on_us": statistics.median(on[part] / each for (_, on), each in zip(pairs, unit, strict=True)),
+            "ratio": statistics.median(ratios),
+            "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        }
+    works = ("steps", "tokens", "loaded")
+    made["work"] = {name: [sum(each[name] for each in arm) for arm in zip(*pairs, strict=True)] for name in works}
+    made["same_work"] = all(off == on for off, on in made["work"].values())
+    return made
+
+
+def line(row: Row) -> str:
+    """For people."""
+    one, other = row["scheduler"], row["request"]
+    return (
+        f"{row['vllm']:8} {row['scene']:9} {one['off_us']:9.1f} {one['on_us']:9.1f} {one['ratio']:7.3f} "
+        f"({one['quartiles'][0]:.3f} to {one['quartiles'][1]:.3f}) {other['off_us']:9.1f} {other['on_us']:9.1f} "
+        f"{other['ratio']:7.3f}" + ("" if row["same_work"] else f"   NOT THE SAME WORK: {row['work']}")
+    )
+
+
+def main() -> int:
+    """Command line."""
+    if sys.argv[1:2] == ["--arm"]:
+        be_arm(Path(sys.argv[2]), sys.argv[3] == "patched")
+        return 0
+    from hack.engines.__main__ import homes
+    from hack.setup.steps import engine_python
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--release", action="append", help="only this one; may be repeated")
+    parser.add_argument("--processes", type=int, default=3, help="pairs of processes, one after another (default 3)")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of each pair and scene (default 12)")
+    parser.add_argument("--limit", type=float, default=1.02, help="of a ratio of the scheduler (default 1.02)")
+    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "plugin-cost.json")
+    options = parser.parse_args()
+    known = homes()
+    if unknown := set(options.release or ()) - known.keys():
+        parser.error(f"no {', '.join(sorted(unknown))} here; there are {', '.join(known)}: python3 -m hack.setup")
+    print(f"{'':18} {'schedule() + update_from_output(), a step':45} {'a request before it waits':>27}")
+    print(f"{'vLLM':8} {'scene':9} {'off us':>9} {'on us':>9} {'ratio':>7} {'(quartiles)':16} ", end="")
+    print(f"{'off us':>9} {'on us':>9} {'ratio':>7}", flush=True)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "tiny"
+        maker = ROOT / "hack" / "tinymodels" / "make.py"
+        subprocess.run([str(engine_python()), str(maker), str(model), "1"], check=True, capture_output=True)
+        for release in options.release or known:
+            arguments = (engine_python(), known[release], model, Path(scratch), options.processes, options.rounds)
+            for each in measure(*arguments):
+                rows.append(each)
+                print(line(each), flush=True)
+    right = all(each["same_work"] and each["scheduler"]["ratio"] <= options.limit for each in rows)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"limit": options.limit, "within": right, "rows": rows}, indent=1) + "\n")
+    print(f"{'all' if right else 'NOT all'} within {options.limit}; {options.json.name} has it all")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
