@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 CLUSTER ?= local
 
-.PHONY: help setup demo oracle test test-engines fuzz test-unit lint crds cluster-up cluster-down images clean
+.PHONY: help setup demo oracle soak test test-engines fuzz test-unit lint crds cluster-up cluster-down images clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -20,6 +20,9 @@ test: ## every test there is: lint, unit, component, integration, end to end
 
 oracle: ## the long oracle: changes under faults, three replicas, every answer checked (about 40 minutes)
 	$(PYTHON) -m tests.e2e.oracle $(ARGS)
+
+soak: ## changes of policy while everything is killed and frozen, on this machine without a node (an hour at most)
+	$(PYTHON) -m bench.soak $(ARGS)
 
 test-engines: ## the component tests on every vLLM release that the plugin knows, and old engines in a cluster (50 GB)
 	MOONTIDE_TEST_ENGINES=all python3 -m hack.test component releases
