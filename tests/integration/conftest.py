@@ -200,6 +200,7 @@ class Operator:
             "MOONTIDE_LIVENESS_PORT": str(self.liveness_port),
             "MOONTIDE_METRICS_PORT": str(self.metrics_port),
             "MOONTIDE_RESYNC_SECONDS": str(RESYNC_SECONDS),
+            "MOONTIDE_TOKEN_OVERLAP_SECONDS": "1",
             "MOONTIDE_ENGINE_IMAGE": "engine.test/moontide:1",
             **self._environ,
         }

@@ -182,3 +182,41 @@ def test_marks_of_several_writers_are_all_kept(launcher: Launcher, kubectl: Any,
     assert launcher.marks == {"x": "http://127.0.0.1:1", "y": "http://127.0.0.1:1"}
     launcher.list(gone=("x",))
     wait_for("one is gone", lambda: launcher.marks == {"y": "http://127.0.0.1:1"})
+
+
+def test_the_admin_token_is_rotated_when_asked_and_not_before_the_engine_takes_the_new_one(
+    launcher: Launcher, kubectl: Any, wait_for: Any
+) -> None:
+    url = launcher.url()
+    launcher.launch(url, "a1")
+    launcher.list(url)
+    wait_for("it serves", lambda: launcher.serves(url, 1))
+    kubectl("annotate", "ifd", "chat", "-n", launcher.namespace, "moontide.dev/rotate-token=november")
+
+    def tokens() -> list[str]:
+        secret = kubectl.must_get("secret", "chat-admin", launcher.namespace)
+        return base64.b64decode(secret["data"]["token"]).decode().split()
+
+    def state(key: str) -> Any:
+        return (launcher.status.get("adminToken") or {}).get(key)
+
+    old, new = wait_for("both", lambda: found if len(found := tokens()) == 2 else None)
+    assert old == launcher.token
+    # Nobody has brought the engine the new one: it keeps taking commands with the old one.
+    wait_for("it says who waits", lambda: "(Http401)" in (state("message") or ""))
+    launcher.bump(8)
+    wait_for("a change", lambda: launcher.serves(url, 2))
+    assert state("phase") == "Introducing"
+
+    (launcher.folder / "token").write_text(f"{new}\n{old}\n")
+    wait_for("the new one alone", lambda: tokens() == [new])
+    wait_for("it says who still takes the old one", lambda: "(takes it)" in (state("message") or ""))
+    (launcher.folder / "token").write_text(new)
+    wait_for("done", lambda: state("phase") == "Current")
+    assert state("rotation").startswith("november@")
+    launcher.token = new
+    assert launcher.serves(url, 2)
+    launcher.bump(9)
+    wait_for("a change with the new one", lambda: launcher.serves(url, 3))
+    events = json.loads(kubectl("get", "events", "-n", launcher.namespace, "-o", "json"))["items"]
+    assert {"TokenRotating", "TokenRotated"} <= {each["reason"] for each in events}

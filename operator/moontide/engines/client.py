@@ -23,6 +23,8 @@ R = TypeVar("R")
 
 STATUS_SECONDS = 3.0
 """A healthy engine answers its status in milliseconds; one that needs longer is not reset, whatever it says later."""
+Token = str | tuple[str, ...]
+"""A bearer token, or several of which the peer may know only one: the next is tried where one is refused."""
 MARGIN_SECONDS = 2.0
 """How much longer than the engine's own bound the client waits, so that the engine's reason arrives."""
 
@@ -45,13 +47,16 @@ def new_http_client() -> httpx.AsyncClient:
 
 
 async def _json(
-    http: httpx.AsyncClient, method: str, url: str, token: str, seconds: float, body: dict[str, Any] | None = None
+    http: httpx.AsyncClient, method: str, url: str, token: Token, seconds: float, body: dict[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]] | Unanswered:
     try:
         async with asyncio.timeout(seconds):
-            response = await http.request(
-                method, url, json=body, headers={"authorization": f"Bearer {token}"}, timeout=seconds
-            )
+            for each in (token,) if isinstance(token, str) else token:
+                headers = {"authorization": f"Bearer {each}"}
+                response = await http.request(method, url, json=body, headers=headers, timeout=seconds)
+                # What was refused for its token did nothing, so it may be sent again with the next one.
+                if response.status_code != 401:
+                    break
     except (TimeoutError, httpx.TimeoutException):
         return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
     except httpx.HTTPError as error:
@@ -73,7 +78,7 @@ def base_url(address: str) -> str:
 
 
 async def engine_status(
-    http: httpx.AsyncClient, address: str, token: str, seconds: float = STATUS_SECONDS
+    http: httpx.AsyncClient, address: str, token: Token, seconds: float = STATUS_SECONDS
 ) -> EngineStatus | Unanswered:
     """What the engine at ``address`` says of itself, within ``seconds``."""
     answer = await _json(http, "GET", f"{base_url(address)}/moontide/v1/status", token, seconds)
@@ -100,7 +105,7 @@ def _result(action: Action, answer: tuple[int, dict[str, Any]] | Unanswered, sta
     return Result(action, success, reason, message, removed if isinstance(removed, int) else 0, seconds)
 
 
-async def send(http: httpx.AsyncClient, command: Command, token: str, term: int) -> Result:
+async def send(http: httpx.AsyncClient, command: Command, token: Token, term: int) -> Result:
     """One command to one engine, from the leader of ``term``.
 
     It takes at most ``timeout_seconds`` in the engine and :data:`MARGIN_SECONDS` around it.

@@ -78,7 +78,8 @@ def _named(namespace: str, body: Mapping[str, Any]) -> frozenset[Key]:
 
 def _own(body: Mapping[str, Any]) -> tuple[Any, ...]:
     metadata = body.get("metadata") or {}
-    return metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp")
+    asked = (metadata.get("annotations") or {}).get(labels.ROTATE_TOKEN)
+    return metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp"), asked
 
 
 def _shared(kind: str, body: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ from moontide.kube.client import Kube
 from moontide.kube.kinds import POLICY
 from moontide.kube.reviews import Reviews, Right, User
 from moontide.naming import admin_secret
+from moontide.planning import rotation
 from moontide.trainer import verbs
 from moontide.trainer.errors import CommitTimeout, MoontideError, PrepareTimeout, Superseded
 from moontide.trainer.policy import Object, Policy
@@ -200,7 +201,8 @@ class Hook:
             raise unavailable(f"the token of fleet {where}/{name} cannot be had now; try again") from error
         if found is None:
             return {**fleet, "tokenRefused": f"there is no InferenceDeployment {where}/{name} any more"}
-        return {**fleet, "token": self._tokens.derive(found.meta.uid)}
+        state = found.model.status.admin_token if found.model.status is not None else None
+        return {**fleet, "token": self._tokens.derive(found.meta.uid, rotation.used(state)[0])}
 
 
 def _steps(target: Target, verb: str, body: Object, until: float) -> Steps[object]:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import hmac
 import secrets
+from collections.abc import Iterable
 
 from kubernetes.aio import client as k8s
 
@@ -26,11 +27,16 @@ class Tokens:
             raise ValueError(f"the root key must have at least {_BYTES} bytes")
         self._root_key = root_key
 
-    def derive(self, uid: str) -> str:
-        """The token of the resource with this uid: hex HMAC-SHA256."""
+    def derive(self, uid: str, rotation: str = "") -> str:
+        """The token of the resource with this uid, in one of its rotations: hex HMAC-SHA256."""
         if not uid:
             raise ValueError("a token is derived from the uid of a resource, and this one is empty")
-        return hmac.new(self._root_key, uid.encode(), hashlib.sha256).hexdigest()
+        text = f"{uid}/{rotation}" if rotation else uid
+        return hmac.new(self._root_key, text.encode(), hashlib.sha256).hexdigest()
+
+    def each(self, uid: str, rotations: Iterable[str]) -> tuple[str, ...]:
+        """The tokens of several rotations, in their order."""
+        return tuple(self.derive(uid, rotation) for rotation in rotations)
 
 
 async def load(kube: Kube, namespace: str) -> Tokens | None:

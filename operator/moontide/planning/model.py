@@ -131,6 +131,8 @@ class Replica:
     """What scheduler and kubelet say of its pod."""
     container_started: dt.datetime | None = None
     """When the container that runs started."""
+    tokens: tuple[str, ...] = ("",)
+    """The rotations of the admin tokens that its engine may take, in the order in which they are tried."""
     hindrance: str = ""
     """Why its container does not run, for people: ``REASON: message``; empty while nothing is wrong."""
 

@@ -23,6 +23,7 @@ from moontide.engines.client import STATUS_SECONDS, Unanswered, engine_status, f
 from moontide.kube.client import Resource
 from moontide.planning import protocol
 from moontide.planning.model import Command, EngineStatus, Replica, Step
+from moontide.reconcile import tokens
 from moontide.reconcile.context import Context
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ async def look(ctx: Context, deployment: Resource[InferenceDeployment], home: st
     """Ask every URL that is listed, or where an engine was adopted, and judge what is there."""
     endpoints, marks = deployment.model.spec.endpoints or Endpoints(urls=()), marks_of(deployment)
     urls = list(dict.fromkeys([*endpoints.urls, *marks.values()]))
-    token = ctx.tokens.derive(deployment.meta.uid)
+    token = ctx.tokens.each(deployment.meta.uid, tokens.rotations(deployment))
     known = set(marks.values())
 
     async def ask(url: str) -> Answer:
@@ -116,6 +117,7 @@ def judge(deployment: Resource[InferenceDeployment], answers: Mapping[str, Answe
             namespace=deployment.meta.namespace,
             url=url,
             fleet_name=deployment.meta.name,
+            tokens=tokens.rotations(deployment),
         )
         found.replicas.append(replica)
         if status is not None and not replica.newcomer and status.boot_id not in marks:
@@ -182,7 +184,7 @@ async def release(ctx: Context, deployment: Resource[InferenceDeployment]) -> No
             commands.append(Command(Step.DRAIN, replica, epoch, {}, protocol.ATTEMPT_SECONDS))
         else:
             seen.changes[engine.boot_id] = None
-    token = ctx.tokens.derive(meta.uid)
+    token = ctx.tokens.each(meta.uid, tokens.rotations(deployment))
     for result in await fan_out(commands, lambda command: send(ctx.http, command, token, ctx.term())):
         assert isinstance(result.action, Command)
         logger.info(

@@ -12,7 +12,7 @@ from moontide.api.v1alpha1 import InferenceDeployment
 from moontide.engines.client import Unanswered, engine_status, fan_out
 from moontide.kube.client import Meta, Resource
 from moontide.planning.model import EngineStatus, Fleet, Replica
-from moontide.reconcile import adopted
+from moontide.reconcile import adopted, tokens
 from moontide.reconcile.context import Context
 from moontide.reconcile.stalls import facts
 from moontide.resources import groups
@@ -104,7 +104,7 @@ async def observe(ctx: Context, deployment: Resource[InferenceDeployment], home:
     meta, spec = deployment.meta, deployment.model.spec
     home = home or meta.namespace
     replicas = await (
-        _pods(ctx, meta, home, spec.nodes) if spec.endpoints is None else adopted.observe(ctx, deployment, home)
+        _pods(ctx, deployment, home) if spec.endpoints is None else adopted.observe(ctx, deployment, home)
     )
     pool_name = spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None
     pool = await ctx.kube.get_pool(meta.namespace, pool_name) if pool_name is not None else None
@@ -124,14 +124,16 @@ def lingering(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
     return replace(unasked(pod, of, home), address=None, may_have_served=True, terminating=True)
 
 
-async def _pods(ctx: Context, meta: Meta, home: str, nodes: int) -> list[Replica]:
+async def _pods(ctx: Context, deployment: Resource[InferenceDeployment], home: str) -> list[Replica]:
+    meta, nodes, rotations = deployment.meta, deployment.model.spec.nodes, tokens.rotations(deployment)
     pods = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.engine_labels(meta.name)))
-    token = ctx.tokens.derive(meta.uid)
+    known = ctx.tokens.each(meta.uid, rotations)
 
-    async def ask(replica: Replica) -> Replica:
+    async def ask(found: Replica) -> Replica:
+        replica = replace(found, tokens=rotations)
         if replica.address is None:
             return _with(replica, Unanswered("NoAddress", "the pod has no address yet"))
-        return _with(replica, await engine_status(ctx.http, replica.address, token))
+        return _with(replica, await engine_status(ctx.http, replica.address, known))
 
     found: list[Replica] = await fan_out([unasked(pod, meta, home) for pod in pods if owned(pod)], ask)
     if nodes > 1:

@@ -22,7 +22,7 @@ from moontide.kube.kinds import DEPLOYMENT
 from moontide.planning.model import Fleet, Replica
 from moontide.planning.reattach import Reattach, fallen
 from moontide.planning.stall import Stall
-from moontide.reconcile import adopted, isolation, needs, reattach
+from moontide.reconcile import adopted, isolation, needs, reattach, tokens
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
@@ -123,14 +123,20 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     complete = progressing(resource, seen).reason == "Complete"
     found = reattach.judge(ctx, resource, fleet, around.pool, around.policy, complete=complete)
     seen = replace(seen, reattach=found)
-    now = status_of(ctx, resource, seen)
+    rotation = await tokens.look(ctx, resource, fleet, around.policy)
+    now = status_of(ctx, resource, seen).model_copy(update={"admin_token": rotation.token})
     ctx.metrics.deployment(namespace, name, spec.wanted, now, closed_replicas(seen.fleet, seen.around))
     before = resource.model.status or InferenceDeploymentStatus()
     if now != before and await ctx.kube.apply_deployment_status(namespace, name, now, uid=resource.meta.uid):
         await announce(ctx, resource, before.conditions, now.conditions, expected=EXPECTED)
+        await tokens.announce(ctx, resource, rotation)
     await reattach.act(ctx, resource, found)
     still = now.current_replicas == now.ready_replicas == spec.wanted and not now.closed
-    settled = still and not any(replica.terminating for replica in seen.fleet.replicas if replica.url)
+    settled = (
+        still
+        and not tokens.under_way(rotation)
+        and not any(replica.terminating for replica in seen.fleet.replicas if replica.url)
+    )
     return requeue if settled else min(requeue, SETTLING_SECONDS)
 
 
@@ -170,7 +176,9 @@ def children(
     taken = isolation.refusal(pool, resource) if pool is not None else None
     if taken is not None:
         raise taken
-    made: list[Child | Overridden] = [engine.secret(meta.name, meta.namespace, owner, ctx.tokens.derive(meta.uid))]
+    made: list[Child | Overridden] = [
+        engine.secret(meta.name, meta.namespace, owner, tokens.secret_text(ctx, resource))
+    ]
     if spec.endpoints is None:
         made.append(engine.service(meta.name, meta.namespace, owner, spec.service))
     mooncake = elected = None

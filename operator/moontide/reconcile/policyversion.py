@@ -208,7 +208,8 @@ async def perform(ctx: Context, action: Action) -> Result:
             refused = await _mark(ctx, action)
             if refused is not None:
                 return refused
-        return await send(ctx.http, action, ctx.tokens.derive(action.replica.fleet), ctx.term())
+        tokens = ctx.tokens.each(action.replica.fleet, action.replica.tokens)
+        return await send(ctx.http, action, tokens, ctx.term())
     except Retry as error:
         return Result(action, False, "ApiServer", error.reason, seconds=time.monotonic() - started)
 

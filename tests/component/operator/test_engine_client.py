@@ -116,6 +116,19 @@ async def test_success_and_what_a_command_carries() -> None:
     assert auth == "Bearer secret"
 
 
+async def test_the_next_token_is_tried_where_one_is_refused_and_not_where_the_command_is() -> None:
+    known = "Bearer new"
+    async with FaultyPeer(lambda path, body: None).running() as peer, new_http_client() as http:
+        peer.answer = lambda path, body: (200 if peer.seen[-1][2] == known else 401, b'{"success": true}')
+        assert (await send(http, command(peer.address), ("old", "new"), 7)).success
+        assert [auth for *_, auth in peer.seen] == ["Bearer old", known]
+        assert (await send(http, command(peer.address), ("old", "older"), 7)).reason == "Http401"
+        peer.answer = lambda path, body: (403, b'{"success": false, "reason": "StaleTerm"}')
+        before = len(peer.seen)
+        assert (await send(http, command(peer.address), ("old", "new"), 7)).reason == "StaleTerm"
+        assert len(peer.seen) == before + 1
+
+
 async def test_a_peer_that_hangs_costs_its_bound_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moontide.engines.client.MARGIN_SECONDS", 0.1)
     async with FaultyPeer(lambda path, body: None).running() as peer, new_http_client() as http:

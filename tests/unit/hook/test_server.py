@@ -30,7 +30,7 @@ from moontide.trainer import (
     policy_update_async,
 )
 from moontide.trainer.cli import DONE, FAILED, main
-from tests.unit.hook.hookkit import POLICY, ROOT_KEY, Fault, Make, Running
+from tests.unit.hook.hookkit import FLEET, POLICY, ROOT_KEY, Fault, Make, Running
 from tests.unit.trainer.cluster import PATH
 
 TOKEN = hmac.new(ROOT_KEY, b"uid-of-tiny", hashlib.sha256).hexdigest()
@@ -245,6 +245,18 @@ def test_an_api_server_that_does_not_help(make: Make, status: int) -> None:
     assert int(answer.headers["retry-after"]) > 0
     hook.reviews.away = True
     assert hook.http.get(POLICY).headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize(("phase", "used"), [("Introducing", "old"), ("Overlapping", "new"), ("Retiring", "new")])
+def test_while_the_token_is_rotated_trainers_get_the_one_in_use(
+    make: Make, monkeypatch: pytest.MonkeyPatch, phase: str, used: str
+) -> None:
+    rotation, other = ("old", "new") if phase == "Introducing" else ("new", "old")
+    state = {"rotation": rotation, "other": other, "phase": phase, "since": "2026-01-02T00:00:00Z"}
+    monkeypatch.setitem(FLEET, "status", {"adminToken": state})
+    _, hook = make()
+    (fleet,) = post(hook, "prepare", "?wait=20", version=2).json()["status"]["preparation"]["fleets"]
+    assert fleet["token"] == hmac.new(ROOT_KEY, f"uid-of-tiny/{used}".encode(), hashlib.sha256).hexdigest()
 
 
 def test_no_token_of_engines_while_the_api_server_is_away(make: Make) -> None:

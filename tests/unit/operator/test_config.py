@@ -34,6 +34,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         "MOONTIDE_HOOK_AUDIENCE": "trainers",
         "MOONTIDE_HOOK_TLS": "/tls",
         "MOONTIDE_RESYNC_SECONDS": "1.5",
+        "MOONTIDE_TOKEN_OVERLAP_SECONDS": "60",
         "MOONTIDE_LEASE_NAME": "l",
         "MOONTIDE_LEASE_SECONDS": "30",
         "MOONTIDE_POD_NAME": "p",
@@ -42,7 +43,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
     hook = (3, "trainers", "/tls")
     engine = ("e", "0.24.0", "cpu")
     pod = ("p", "u")
-    wanted = Config("from-file", "a", *engine, "m", "f", "DEBUG", 1, 2, *hook, 1.5, "l", 30, *pod, "etcd")
+    wanted = Config("from-file", "a", *engine, "m", "f", "DEBUG", 1, 2, *hook, 1.5, "l", 30, *pod, "etcd", 60.0)
     assert load(environ, own) == wanted
     assert load({**environ, "MOONTIDE_NAMESPACE": "said"}, own).namespace == "said"
 

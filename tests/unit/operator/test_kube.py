@@ -106,6 +106,9 @@ def test_tokens_are_the_hmac_of_the_uid() -> None:
     tokens = Tokens(key)
     assert tokens.derive("u-1") == hmac.new(key, b"u-1", hashlib.sha256).hexdigest()
     assert tokens.derive("u-1") != tokens.derive("u-2")
+    rotated = tokens.derive("u-1", "november@20261101T000000Z")
+    assert len({tokens.derive("u-1"), rotated, tokens.derive("u-2", "november@20261101T000000Z")}) == 3
+    assert tokens.each("u-1", ("", "november@20261101T000000Z")) == (tokens.derive("u-1"), rotated)
     with pytest.raises(ValueError, match="empty"):
         tokens.derive("")
     with pytest.raises(ValueError, match="32 bytes"):

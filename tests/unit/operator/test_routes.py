@@ -140,3 +140,13 @@ def test_a_policy_and_fleets_of_other_namespaces_wake_each_other(routes: Routes,
     ledger.clear()
     routes.resource("PolicyVersion", "far", "policy", _body(), deleted=False)
     assert ledger.woken == []
+
+
+def test_a_wish_for_another_token_wakes_the_fleet_at_once(routes: Routes, ledger: Ledger) -> None:
+    body = _body(FLEET_SPEC)
+    body["metadata"]["annotations"] = {"unrelated": "x"}
+    routes.resource("InferenceDeployment", "ns", "chat", body, deleted=False)
+    assert ledger.started == []
+    body["metadata"]["annotations"] = {labels.ROTATE_TOKEN: "november"}
+    routes.resource("InferenceDeployment", "ns", "chat", body, deleted=False)
+    assert ledger.started == [FLEET]

@@ -2,6 +2,7 @@
 
 from moontide.api.v1alpha1.common import API_VERSION, GROUP, VERSION, Api, Condition, ConditionStatus, quantity_bytes
 from moontide.api.v1alpha1.inferencedeployment import (
+    AdminToken,
     ClosedReplica,
     Endpoints,
     InferenceDeployment,
@@ -25,6 +26,7 @@ __all__ = [
     "API_VERSION",
     "GROUP",
     "VERSION",
+    "AdminToken",
     "Api",
     "ClosedReplica",
     "Condition",

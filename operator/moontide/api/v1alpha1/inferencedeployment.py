@@ -15,6 +15,7 @@ from moontide.api.v1alpha1.common import (
     ObjectName,
     Quantity,
     ResourceRequirements,
+    Timestamp,
     rule,
     validations,
 )
@@ -253,6 +254,20 @@ class ClosedReplica(Api):
     message: Annotated[str, Field(max_length=1024)] = ""
 
 
+class AdminToken(Api):
+    """Which token the admin ports take. Tokens are called by their rotation: the annotation's value and a time."""
+
+    rotation: Annotated[str, Field(max_length=128)] = ""
+    """Of the token in use; empty: the first one."""
+    other: Annotated[str | None, Field(max_length=128)] = None
+    """Of the token that is coming (``Introducing``) or going."""
+    phase: Literal["Current", "Introducing", "Overlapping", "Retiring"] = "Current"
+    since: Timestamp | None = None
+    """When the phase began."""
+    message: Annotated[str, Field(max_length=1024)] = ""
+    """What the rotation waits for."""
+
+
 class InferenceDeploymentStatus(Api):
     """What the operator sees of a fleet."""
 
@@ -276,6 +291,8 @@ class InferenceDeploymentStatus(Api):
     closed: Annotated[tuple[ClosedReplica, ...], Field(max_length=10)] = ()
     adopted: dict[str, Annotated[str, Field(max_length=280)]] = Field(default_factory=dict, max_length=1024)
     """Engines of ``spec.endpoints`` that may serve or write: boot id to URL, written before the first admission."""
+    admin_token: AdminToken | None = None
+    """Absent until the admin token was rotated for the first time."""
 
 
 class InferenceDeployment(Api):
