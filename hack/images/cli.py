@@ -17,9 +17,18 @@ from hack.cluster.errors import ClusterError
 from hack.cluster.progress import Progress
 from hack.cluster.selfcheck import load_busybox
 from hack.cluster.settings import cache_root, repository_root
-from hack.images import base
+from hack.images import base, sbom
 from hack.images.builder import Builder, choose
-from hack.images.catalogue import CUDA_IMAGE, IMAGES, RELEASE_IMAGES, Image, input_files, key_of, with_parents
+from hack.images.catalogue import (
+    CUDA_IMAGE,
+    IMAGES,
+    RELEASE_IMAGES,
+    Image,
+    by_name,
+    input_files,
+    key_of,
+    with_parents,
+)
 from hack.images.layouts import Layout
 
 
@@ -40,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--quiet", action="store_true", help="print no progress")
     keys = commands.add_parser("keys", help="Print each image's name with the key of its present content.")
     keys.add_argument("--base-image", help="as for build")
+    bill = commands.add_parser("sbom", help="Print what a built image holds, as CycloneDX JSON.")
+    bill.add_argument("image", choices=[*names, *(image.name for image in RELEASE_IMAGES if image.loaded)])
+    bill.add_argument("--builder", choices=("auto", "buildah", "docker"), default="auto")
     test = commands.add_parser("busybox", help="Load a busybox test image into the local cluster and print its name.")
     test.add_argument("--name", default=defaults.DEFAULT_NAME, help="the local cluster's name (default: %(default)s)")
     return top
@@ -55,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
             keys = image_keys(with_parents(image.name for image in IMAGES), options.base_image or base.key())
             for name, key in keys.items():
                 print(f"{name} {key}")
+        elif options.command == "sbom":
+            print(_sbom(options), end="")
         else:
             print(load_busybox(_cluster(options.name, Progress())))
     except ClusterError as error:
@@ -127,6 +141,16 @@ def _build_one(image: Image, keys: dict[str, str], base_reference: str, builder:
     for old in held:
         if old.startswith(image.keyed("")) and old not in (keyed, image.reference):
             builder.remove(old)
+
+
+def _sbom(options: argparse.Namespace) -> str:
+    """The SBOM of an image as it was last built."""
+    builder = choose(Progress(quiet=True), options.builder)
+    reference = by_name(options.image).reference
+    if not builder.has(reference):
+        command = f"python3 -m hack.images build {options.image} --cluster none"
+        raise ClusterError(f"{reference} is not built; run: {command}")
+    return sbom.document(builder, reference, base.SUITE)
 
 
 def image_reference(name: str, keys: dict[str, str]) -> str:

@@ -1,0 +1,106 @@
+"""What an image holds, as a CycloneDX document: the Debian packages and the Python distributions in its layers."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from email.parser import HeaderParser
+from pathlib import Path, PurePosixPath
+from urllib.parse import quote
+
+from hack.cluster.settings import cache_root
+from hack.images.builder import Builder
+
+Files = dict[str, str]
+DPKG = "var/lib/dpkg/status"
+
+
+def document(builder: Builder, reference: str, distribution: str) -> str:
+    """The SBOM of an image that the builder holds. ``distribution``: Debian's name, for the packages' URLs."""
+    with tempfile.TemporaryDirectory(prefix="sbom-", dir=cache_root()) as folder:
+        builder.to_layout(reference, Path(folder))
+        return render(reference, components(files(layers(Path(folder))), distribution))
+
+
+def layers(layout: Path) -> list[Path]:
+    """The layers of the one image in a folder in OCI layout, the lowest first."""
+
+    def blob(digest: str) -> Path:
+        return layout / "blobs" / Path(*digest.split(":"))
+
+    (only,) = json.loads((layout / "index.json").read_text())["manifests"]
+    manifest = json.loads(blob(only["digest"]).read_text())
+    return [blob(layer["digest"]) for layer in manifest["layers"]]
+
+
+def files(tars: Iterable[Path]) -> Files:
+    """The files that say what is installed, by path, as the layers leave them on top of each other."""
+    found: Files = {}
+    for path in tars:
+        with tarfile.open(path) as layer:
+            added: Files = {}
+            for member in layer:
+                name = str(PurePosixPath(member.name.lstrip("/")))
+                place = PurePosixPath(name)
+                if place.name.startswith(".wh."):
+                    _remove(found, place)
+                elif member.isfile() and (name == DPKG or _describes(place)):
+                    content = layer.extractfile(member)
+                    assert content is not None
+                    added[name] = content.read().decode(errors="replace")
+            found.update(added)
+    return found
+
+
+def _remove(found: Files, mark: PurePosixPath) -> None:
+    """What a mark of removal hides in the layers below."""
+    gone = str(mark.parent if mark.name == ".wh..wh..opq" else mark.with_name(mark.name.removeprefix(".wh.")))
+    for name in [each for each in found if each == gone or each.startswith(f"{gone}/")]:
+        del found[name]
+
+
+def _describes(place: PurePosixPath) -> bool:
+    return place.name == "METADATA" and place.parent.name.endswith(".dist-info")
+
+
+def components(found: Mapping[str, str], distribution: str) -> list[dict[str, str]]:
+    """A component each, in the order of their package URLs."""
+    made = [_debian(*each, distribution) for each in _packages(found.get(DPKG, ""))]
+    for name, text in found.items():
+        if name != DPKG:
+            said = HeaderParser().parsestr(text)
+            made.append(_python(str(said["Name"]), str(said["Version"])))
+    return [one for _, one in sorted({each["purl"]: each for each in made}.items())]
+
+
+def _packages(status: str) -> Iterator[tuple[str, str, str]]:
+    """Name, version and architecture of each package that dpkg says is installed."""
+    for paragraph in status.split("\n\n"):
+        said = HeaderParser().parsestr(paragraph.strip())
+        if said["Status"] == "install ok installed":
+            yield str(said["Package"]), str(said["Version"]), str(said["Architecture"])
+
+
+def _debian(name: str, version: str, architecture: str, distribution: str) -> dict[str, str]:
+    purl = f"pkg:deb/debian/{quote(name)}@{quote(version)}?arch={architecture}&distro={distribution}"
+    return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+
+
+def _python(name: str, version: str) -> dict[str, str]:
+    purl = f"pkg:pypi/{quote(name.lower().replace('_', '-'))}@{quote(version)}"
+    return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+
+
+def render(reference: str, parts: list[dict[str, str]]) -> str:
+    """CycloneDX 1.5, the same text for the same image."""
+    image = {"type": "container", "bom-ref": reference, "name": reference}
+    content = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"component": image},
+        "components": parts,
+    }
+    return json.dumps(content, indent=2) + "\n"
