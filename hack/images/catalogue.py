@@ -46,7 +46,7 @@ IMAGES = (
     Image(
         "operator",
         "images/operator/Dockerfile",
-        ("operator", "pyproject.toml", "README.md", "LICENSE", "requirements/operator.txt"),
+        ("operator", "pyproject.toml", "README.md", "LICENSE", "requirements/operator-image.txt"),
         ("BASE_IMAGE", "base"),
     ),
     Image(
