@@ -46,7 +46,14 @@ IMAGES = (
     Image(
         "operator",
         "images/operator/Dockerfile",
-        ("operator", "pyproject.toml", "README.md", "LICENSE", "requirements/operator-image.txt"),
+        (
+            "operator",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+            "requirements/operator-image.txt",
+            "images/operator/strip.py",
+        ),
         ("BASE_IMAGE", "base"),
     ),
     Image(

@@ -105,10 +105,10 @@ def test_every_dockerfile_ends_as_an_unprivileged_user_and_copies_only_its_input
     text = (repository_root() / image.dockerfile).read_text().replace("\\\n", " ")
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "10001:10001"
     assert re.search(rf"^ARG {image.parent[0]}=\S+$", text, re.MULTILINE)
-    assert re.search(rf"^FROM \$\{{{image.parent[0]}\}}$", text, re.MULTILINE)
+    assert re.search(rf"^FROM \$\{{{image.parent[0]}\}}( AS \w+)?$", text, re.MULTILINE)
     for name, value in {**dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE)), **dict(image.arguments)}.items():
         text = text.replace(f"${{{name}}}", value)
-    for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
+    for line in re.findall(r"^COPY (?!--from=)(.+)$", text, re.MULTILINE):
         for source in line.split()[:-1]:
             assert any(source == given or source.startswith(f"{given}/") for given in image.inputs), source
 
