@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 CLUSTER ?= local
 
-.PHONY: help setup demo oracle soak test test-engines fuzz test-unit lint crds cluster-up cluster-down images clean
+.PHONY: help setup demo oracle soak test test-engines fuzz test-unit lint crds chart cluster-up cluster-down images clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ lint: ## ruff, mypy --strict, import contracts, generated files
 
 crds: ## generate crds/ and the chart's copies from the models
 	$(PYTHON) -m moontide.crdgen
+
+chart: ## snapshots of what the Helm chart makes of values (read the diff)
+	$(PYTHON) -m hack.chart
 
 cluster-up: ## a real Kubernetes cluster on this machine
 	python3 -m hack.cluster up

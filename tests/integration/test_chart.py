@@ -1,0 +1,175 @@
+"""The chart without a cluster: what Helm makes of values, and what it says to values that make no sense."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from hack import chart
+
+HOOK = {"hook": {"enabled": True}}
+ROLE: dict[str, Any] = {"namespace": "rl", "policies": ["policy"]}
+WHOLE: dict[str, Any] = {key: value for values in chart.SETS.values() for key, value in values.items()}
+
+
+@pytest.mark.parametrize("values", [*chart.SETS.values(), WHOLE], ids=[*chart.SETS, "all of them"])
+def test_lint_has_no_warning(values: dict[str, Any]) -> None:
+    done = chart.on(["lint", "--strict"], values)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[WARNING]" not in done.stdout
+
+
+def test_the_lint_can_fail() -> None:
+    done = chart.on(["lint", "--strict"], {"replicas": 3})
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize("name", chart.SETS)
+def test_snapshot(name: str) -> None:
+    """When a change is meant: ``make chart``, and read the diff."""
+    assert chart.snapshot(chart.SETS[name]) == chart.path(name).read_text()
+
+
+def test_there_is_no_snapshot_of_nothing() -> None:
+    assert {path.stem for path in chart.SNAPSHOTS.iterdir()} == set(chart.SETS)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        # A misspelt name, at every depth.
+        ({"logLevl": "INFO"}, "additional properties 'logLevl' not allowed"),
+        ({"hook": {"port": 1}}, "at '/hook': additional properties 'port' not allowed"),
+        ({"defaults": {"engine": {"img": "x"}}}, "at '/defaults/engine': additional properties 'img' not allowed"),
+        ({"resources": {"limit": {"cpu": "1"}}}, "at '/resources': additional properties 'limit' not allowed"),
+        ({"monitoring": {"rules": {"enable": True}}}, "additional properties 'enable' not allowed"),
+        ({"networkPolicies": {"trainers": [{"pods": {}}]}}, "at '/networkPolicies/trainers/0': additional properties"),
+        ({"trainer": {"roles": [{"namespace": "rl"}]}}, "at '/trainer/roles/0': missing property 'policies'"),
+        # A value of the wrong kind.
+        ({"logLevel": "LOUD"}, "value must be one of 'DEBUG', 'INFO', 'WARNING', 'ERROR'"),
+        ({"replicas": 3}, "at '/replicas': value must be one of 1, 2"),
+        ({"crds": {"install": "yes"}}, "at '/crds/install': got string, want boolean"),
+        ({"image": ""}, "at '/image': minLength: got 0, want 1"),
+        ({"image": {"tag": "x"}}, "at '/image': got object, want string"),
+        ({"monitoring": {"dashboard": {"labels": {"a": 1}}}}, "got number, want string"),
+        # What no schema could say.
+        ({"defaults": {"engine": {"version": "v0.32"}}}, "three numbers, for example 0.32.0"),
+        ({"monitoring": {"podMonitors": {"interval": "often"}}}, "write a number and ms, s or m, for example 15s"),
+        ({"watchNamespace": "a,b"}, "for several, install the chart once for each, or leave it empty for all"),
+        ({"networkPolicies": {"namespaces": ["R L"]}}, 'networkPolicies.namespaces has "R L"'),
+        ({"networkPolicies": {"enabled": True}}, "write networkPolicies.namespaces, for example {rl}"),
+        ({"trainer": {"roles": [ROLE, ROLE]}}, "in namespace rl twice: give each a name of its own"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_bad_values_are_refused_with_what_to_write(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        chart.manifests(values)
+
+
+@pytest.mark.parametrize("values", chart.SETS.values(), ids=chart.SETS)
+def test_every_object_says_whose_it_is_and_no_name_comes_twice(values: dict[str, Any]) -> None:
+    made = [each for each in chart.manifests(values) if each["kind"] != "CustomResourceDefinition"]
+    for each in made:
+        assert (
+            each["metadata"]["labels"].items()
+            >= {
+                "app.kubernetes.io/instance": chart.RELEASE,
+                "app.kubernetes.io/managed-by": "Helm",
+            }.items()
+        ), each["metadata"]
+    places = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in made]
+    assert len(places) == len(set(places))
+
+
+def test_the_crds_come_with_the_chart_or_not_at_all() -> None:
+    with_them = [each["kind"] for each in chart.manifests({})].count("CustomResourceDefinition")
+    without = [each["kind"] for each in chart.manifests({"crds": {"install": False}})]
+    assert (with_them, without.count("CustomResourceDefinition")) == (3, 0)
+
+
+def test_every_value_reaches_a_manifest() -> None:
+    """A value that changes nothing is a promise that is not kept."""
+    usual = yaml.safe_load((chart.CHART / "values.yaml").read_text())
+    beside: dict[str, Any] = {
+        "crds": {"install": False},
+        "hook": {"enabled": True},
+        "networkPolicies": {"enabled": True, "namespaces": ["rl"]},
+        "monitoring": {kind: {"enabled": True} for kind in ("podMonitors", "rules", "dashboard")},
+    }
+    before = chart.on(["template", chart.RELEASE], beside).stdout
+    untouched = []
+    for place, value in _leaves(usual):
+        done = chart.on(["template", chart.RELEASE], _put(beside, place, _other(place, value)))
+        assert done.returncode == 0, (place, done.stderr)
+        if done.stdout == before:
+            untouched.append(".".join(place))
+    assert untouched == []
+
+
+def _leaves(values: dict[str, Any], *place: str) -> list[tuple[tuple[str, ...], Any]]:
+    found: list[tuple[tuple[str, ...], Any]] = []
+    for name, value in values.items():
+        if isinstance(value, dict) and value and name not in ("labels", "requests", "limits"):
+            found += _leaves(value, *place, name)
+        else:
+            found.append(((*place, name), value))
+    return found
+
+
+def _other(place: tuple[str, ...], value: Any) -> Any:
+    """Another value that the schema takes."""
+    special: dict[str, Any] = {
+        "install": True,
+        "replicas": 2,
+        "logLevel": "DEBUG",
+        "imagePullPolicy": "Always",
+        "imagePullSecrets": [{"name": "s"}],
+        "roles": [ROLE],
+        "version": "0.33.0",
+        "device": "cpu",
+        "interval": "7s",
+        "namespaces": ["other"],
+        "labels": {"a": "b"},
+        "requests": {"cpu": "1"},
+        "limits": {"cpu": "1"},
+    }
+    if place[-1] in special:
+        return special[place[-1]]
+    if isinstance(value, bool):
+        # What is off by default is on in what it is compared with.
+        return False
+    return [{"podSelector": {"matchLabels": {"a": "b"}}}] if isinstance(value, list) else "other"
+
+
+def _put(values: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[str, Any]:
+    name, *rest = place
+    inner = values.get(name, {})
+    return {**values, name: _put(inner, tuple(rest), value) if rest else value}
+
+
+def _notes(values: dict[str, Any], command: str = "install") -> str:
+    done = chart.on([command, chart.RELEASE], values, "--dry-run=client")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "lines"),
+    [
+        ({}, ["kubectl rollout status -n moontide-system deploy/moontide-operator", "kubectl get kvp,ifd,polv -A"]),
+        ({"watchNamespace": "rl"}, ["serves namespace rl.", "kubectl get kvp,ifd,polv -n rl"]),
+        ({"crds": {"install": False}}, ["kubectl apply --server-side -f crds/"]),
+        (HOOK, ["http://moontide-operator-hook.moontide-system.svc:8082, for tokens of audience moontide"]),
+        ({"hook": {"enabled": True, "tlsSecret": "s"}}, ["https://moontide-operator-hook.moontide-system.svc:8082"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_the_notes_say_the_next_commands(values: dict[str, Any], lines: list[str]) -> None:
+    notes = _notes(values)
+    for line in [*lines, "kubectl moontide doctor"]:
+        assert line in notes
+    assert ("crds/" in notes) == (values.get("crds") == {"install": False})
