@@ -36,6 +36,7 @@ SETS: Mapping[str, Mapping[str, Any]] = {
         "trainer": {"roles": [{"namespace": "rl", "policies": ["policy"], "fleets": ["chat", "code"]}]},
     },
     "one-namespace-trainers": {"watchNamespace": "rl", "hook": {"enabled": True}},
+    "one-namespace-guarded": {"watchNamespace": "rl", "admission": {"marks": "On", "inUse": "Deny"}},
     "network-policies": {
         "networkPolicies": {
             "enabled": True,

@@ -55,6 +55,7 @@ def test_there_is_no_snapshot_of_nothing() -> None:
         ({"image": ""}, "at '/image': minLength: got 0, want 1"),
         ({"image": {"tag": "x"}}, "at '/image': got object, want string"),
         ({"monitoring": {"dashboard": {"labels": {"a": 1}}}}, "got number, want string"),
+        ({"admission": {"marks": True}}, "at '/admission/marks': value must be one of 'Auto', 'On', 'Off'"),
         # What no schema could say.
         ({"defaults": {"engine": {"version": "v0.32"}}}, "three numbers, for example 0.32.0"),
         ({"monitoring": {"podMonitors": {"interval": "often"}}}, "write a number and ms, s or m, for example 15s"),
@@ -91,6 +92,35 @@ def test_the_crds_come_with_the_chart_or_not_at_all() -> None:
     assert (with_them, without.count("CustomResourceDefinition")) == (3, 0)
 
 
+@pytest.mark.parametrize(
+    ("values", "made"),
+    [
+        ({}, {"marks", "writers", "in-use"}),
+        ({"admission": {"marks": "Off"}}, set[str]()),
+        ({"admission": {"inUse": "Off"}}, {"marks", "writers"}),
+        # As in a release that was made before these values existed, with --reuse-values.
+        ({"admission": None}, {"marks", "writers", "in-use"}),
+        ({"watchNamespace": "rl"}, set[str]()),
+        ({"watchNamespace": "rl", "admission": {"marks": "On"}}, {"marks", "writers", "in-use"}),
+    ],
+    ids=str,
+)
+def test_which_admission_policies_there_are(values: dict[str, Any], made: set[str]) -> None:
+    found = [each for each in chart.manifests(values) if each["kind"].startswith("ValidatingAdmissionPolicy")]
+    head = "moontide-operator-moontide-system-"
+    for kind in ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"):
+        assert {each["metadata"]["name"] for each in found if each["kind"] == kind} == {head + name for name in made}
+
+
+def test_without_the_kind_auto_makes_no_policy_and_on_says_so() -> None:
+    lacking = ("--api-versions", "v1/Pod")
+    done = chart.on(["template", chart.RELEASE], {}, *lacking)
+    assert done.returncode == 0, done.stderr
+    assert "ValidatingAdmissionPolicy" not in done.stdout
+    refused = chart.on(["template", chart.RELEASE], {"admission": {"marks": "On"}}, *lacking)
+    assert "this API server has no ValidatingAdmissionPolicy" in refused.stderr
+
+
 def test_every_value_reaches_a_manifest() -> None:
     """A value that changes nothing is a promise that is not kept."""
     usual = yaml.safe_load((chart.CHART / "values.yaml").read_text())
@@ -125,6 +155,8 @@ def _other(place: tuple[str, ...], value: Any) -> Any:
     special: dict[str, Any] = {
         "install": True,
         "replicas": 2,
+        "marks": "Off",
+        "inUse": "Deny",
         "logLevel": "DEBUG",
         "imagePullPolicy": "Always",
         "imagePullSecrets": [{"name": "s"}],
