@@ -87,6 +87,8 @@ class Facts:
     user_rights: tuple[tuple[Right, bool], ...]
     sight: Sight | None
     refused: Mapping[str, str] = field(default_factory=dict)
+    guarded: Mapping[str, bool] = field(default_factory=dict)
+    """By the user of an operator of all namespaces: whether its marks are guarded by the API server."""
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -95,6 +97,7 @@ def examine(facts: Facts) -> list[Finding]:
     found += crds(facts)
     found += operators(facts)
     found += rights(facts)
+    found += guards(facts)
     found += nodes(facts)
     found += fleets(facts)
     return found
@@ -301,6 +304,21 @@ def rights(facts: Facts) -> list[Finding]:
             found.append(Finding(Level.WARN, "your rights", f"you may not {right}", f"needed for: {right.why}"))
     if facts.user_rights and all(allowed for _, allowed in facts.user_rights):
         found.append(Finding(Level.OK, "your rights", f"all {len(facts.user_rights)} that the commands need"))
+    return found
+
+
+def guards(facts: Facts) -> list[Finding]:
+    """Whether somebody else than the operator may change what it knows engines by: RBAC cannot tell."""
+    found = []
+    for account, guarded in facts.guarded.items():
+        if guarded:
+            found.append(Finding(Level.OK, "admission", f"only {account} may write its marks on pods"))
+            continue
+        text = (
+            "whoever may edit pods may change the operator's marks on them: its ValidatingAdmissionPolicy is not bound"
+        )
+        todo = "helm upgrade the chart with admission.marks=Auto: docs/security.md"
+        found.append(Finding(Level.WARN, "admission", text, todo))
     return found
 
 

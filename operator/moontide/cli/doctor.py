@@ -13,13 +13,14 @@ from moontide.cli.checks import LWS, Facts, Finding, Level, Right, operator_righ
 from moontide.cli.cluster import Reader, core, find, get, items
 from moontide.cli.errors import CliError, Denied, NotInstalled
 from moontide.cli.gather import Sight, look
-from moontide.cli.operators import Installation, installations
+from moontide.cli.operators import SELECTOR, Installation, installations
 from moontide.cli.screen import Plain
 from moontide.kube.kinds import KINDS
 from moontide.trainer.policy import Object
 
 T = TypeVar("T")
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+_GUARDS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
 _MARKS = {Level.OK: ("ok", "green"), Level.WARN: ("warn", "yellow"), Level.FAIL: ("FAIL", "bold red")}
 
 
@@ -39,6 +40,7 @@ def facts(reader: Reader, namespace: str | None) -> Facts:
     found = part("operators", lambda: installations(reader))
     reviews = part("operator rights", lambda: _operators_rights(reader, found or []))
     mine = part("user rights", lambda: _mine(reader, namespace, found or []))
+    guarded = part("guards", lambda: _guarded(reader, found or []))
     return Facts(
         now=reader.now(),
         version=version,
@@ -52,6 +54,7 @@ def facts(reader: Reader, namespace: str | None) -> Facts:
         user_rights=tuple(mine or ()),
         sight=part("fleets", lambda: _sight(reader, namespace)) if served else None,
         refused=refused,
+        guarded=guarded or {},
     )
 
 
@@ -103,6 +106,15 @@ def _operators_rights(reader: Reader, found: Iterable[Installation]) -> dict[str
         wanted.append(Right("get", "", "secrets", namespace=each.namespace, name="moontide-root-key"))
         made[each.account] = tuple((right, _review(reader, right, each.account)) for right in wanted)
     return made
+
+
+def _guarded(reader: Reader, found: Iterable[Installation]) -> dict[str, bool]:
+    # With watchNamespace the chart makes no cluster-wide object by itself.
+    everywhere = [each for each in found if not each.environ.get("MOONTIDE_WATCH_NAMESPACE")]
+    if not everywhere:
+        return {}
+    bound = {each["metadata"]["name"] for each in items(reader, _GUARDS, {"labelSelector": SELECTOR})}
+    return {each.account: f"{each.name}-{each.namespace}-marks" in bound for each in everywhere}
 
 
 def _mine(reader: Reader, namespace: str | None, found: list[Installation]) -> list[tuple[Right, bool]]:

@@ -23,6 +23,7 @@ from tests.unit.cli.test_rehearsal import world_of
 
 ROOT = Path(__file__).resolve().parents[3]
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+GUARDS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/moontide-system/leases"
 
 
@@ -61,6 +62,8 @@ def healthy() -> PaperCluster:
     made.add(CRDS, *(installed(kind) for kind in KINDS))
     made.add("/apis/apps/v1/deployments", operator())
     made.add(LEASES, lease())
+    names = ("moontide-operator", "b-moontide-operator")
+    made.add(GUARDS, *({"metadata": {"name": f"{name}-moontide-system-marks"}} for name in names))
     made.add("/api/v1/nodes", node("a", 8), node("b"))
     return made
 
@@ -197,6 +200,28 @@ def test_two_operators_of_all_namespaces_fail() -> None:
     assert "2 operators serve all namespaces" in one(cluster, "operator").text
     cluster.lists["/apis/apps/v1/deployments"][1] = operator("b-moontide-operator", watches="other")
     assert bad(cluster) == []
+
+
+def test_marks_that_anybody_may_change_warn_where_the_chart_would_guard_them() -> None:
+    cluster = healthy()
+    assert "only system:serviceaccount:moontide-system:moontide-operator may write its marks on pods" in [
+        each.text for each in examine(facts(cluster))
+    ]
+    cluster.lists[GUARDS] = []
+    found = one(cluster, "admission")
+    assert found.level is Level.WARN
+    assert "admission.marks=Auto" in found.todo
+    cluster.lists["/apis/apps/v1/deployments"] = [operator(watches="rl")]
+    assert bad(cluster) == []
+    cluster.lists["/apis/apps/v1/deployments"] = [operator()]
+    cluster.denied |= {"/apis/admissionregistration.k8s.io"}
+    assert bad(cluster) == []
+
+
+def test_the_name_of_the_guard_is_the_charts() -> None:
+    text = (ROOT / "tests/integration/snapshots/default.yaml").read_text()
+    made = [each for each in yaml.safe_load_all(text) if each["kind"] == "ValidatingAdmissionPolicyBinding"]
+    assert "moontide-operator-moontide-system-marks" in [each["metadata"]["name"] for each in made]
 
 
 def test_the_operators_rights_are_those_of_the_chart() -> None:
