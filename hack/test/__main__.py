@@ -33,6 +33,9 @@ ALL_ENGINES = "MOONTIDE_TEST_ENGINES"
 # Beyond what any run needs, so that one that hangs says so before the machine's own limit ends everything.
 _CALL_SECONDS = 2400.0
 _TIMED_OUT = 124
+# Stages whose tests mostly wait: two workers, each with an API server of its own, file by file in the order of its
+# conftest.py.
+_IN_TWO = {"integration": ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]}
 _LINTED = ("operator", "engine_patches", "hack", "tests", "bench", "examples")
 
 
@@ -75,7 +78,7 @@ def parts_of(stage: str) -> list[Part]:
     """
     folder = repository_root() / "tests" / stage
     engine = folder / _ENGINE_FOLDER
-    parts = [Part("", dev_python(), [str(folder), f"--ignore={engine}"])]
+    parts = [Part("", dev_python(), [str(folder), f"--ignore={engine}", *_IN_TWO.get(stage, [])])]
     if engine.is_dir():
         parts.append(Part("-engine", engine_python(), [str(engine)]))
     if (engine / _SCHEDULER_FOLDER).is_dir():
