@@ -49,7 +49,7 @@ class OneToken(Tokens):
         super().__init__(bytes(32))
         self._token = token
 
-    def derive(self, uid: str) -> str:
+    def derive(self, uid: str, rotation: str = "") -> str:
         """That token."""
         return self._token
 
