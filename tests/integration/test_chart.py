@@ -103,7 +103,7 @@ def test_the_crds_come_with_the_chart_or_not_at_all() -> None:
         ({"watchNamespace": "rl"}, set[str]()),
         ({"watchNamespace": "rl", "admission": {"marks": "On"}}, {"marks", "writers", "in-use"}),
     ],
-    ids=str,
+    ids=lambda each: str(sorted(each) if isinstance(each, set) else each),
 )
 def test_which_admission_policies_there_are(values: dict[str, Any], made: set[str]) -> None:
     found = [each for each in chart.manifests(values) if each["kind"].startswith("ValidatingAdmissionPolicy")]
