@@ -158,6 +158,7 @@ def _other(place: tuple[str, ...], value: Any) -> Any:
         "marks": "Off",
         "inUse": "Deny",
         "logLevel": "DEBUG",
+        "overlapSeconds": 900,
         "imagePullPolicy": "Always",
         "imagePullSecrets": [{"name": "s"}],
         "roles": [ROLE],
