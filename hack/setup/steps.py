@@ -27,7 +27,7 @@ POLICIES = {"policy-a": 1, "policy-b": 2}
 _TOOL_PACKAGES = ("make", "git", "python3-pip", "python3-venv")
 _HEARTBEAT_SECONDS = 15.0
 _ENGINE_PINS = "engine-cpu"
-_DEV_INPUTS = ("requirements/dev.txt", "requirements/operator.txt", "pyproject.toml")
+_DEV_INPUTS = ("requirements/dev.txt", "requirements/docs.txt", "requirements/operator.txt", "pyproject.toml")
 _MODEL_INPUTS = ("hack/tinymodels/make.py",)
 _RELEASES = "requirements/vllm-releases.txt"
 

@@ -139,7 +139,7 @@ def run_suite(stage: str, reports: Path) -> Outcome:
 
 
 def lint() -> Outcome:
-    """ruff, mypy and the import contracts."""
+    """ruff, mypy, the import contracts, and the site of docs/, whose warnings are errors."""
     outcome, began = Outcome("lint"), time.monotonic()
     tools = dev_python().parent
     linted = [name for name in _LINTED if (repository_root() / name).is_dir()]
@@ -148,8 +148,10 @@ def lint() -> Outcome:
         [str(tools / "ruff"), "format", "--check", *linted],
         [str(tools / "mypy"), "operator", "engine_patches"],
         [str(tools / "lint-imports")],
+        # Not with --quiet: it does not count warnings then.
+        [str(tools / "mkdocs"), "build", "--strict"],
     ):
-        code = _call(command)
+        code = _call(command, {"NO_MKDOCS_2_WARNING": "true"})
         if code != 0:
             outcome.problems.append(f"{Path(command[0]).name} {' '.join(command[1:])} ended with {code}")
     outcome.seconds = time.monotonic() - began
