@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 CLUSTER ?= local
 
-.PHONY: help setup demo oracle soak test test-engines fuzz test-unit lint crds chart docs cluster-up cluster-down images clean
+.PHONY: help setup demo oracle soak test test-engines fuzz test-unit lint crds chart docs reference cluster-up cluster-down images clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ crds: ## generate crds/ and the chart's copies from the models
 
 chart: ## snapshots of what the Helm chart makes of values (read the diff)
 	$(PYTHON) -m hack.chart
+
+reference: ## docs/reference, from the models, the CLI and the chart's values
+	$(PYTHON) -m hack.reference
 
 docs: ## the site, into artifacts/site; a dead link ends the build
 	NO_MKDOCS_2_WARNING=true .venv/bin/mkdocs build --strict

@@ -1,0 +1,61 @@
+"""docs/reference is what the models, the CLI and the chart say."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from hack.reference import __main__ as reference
+from moontide import config
+from moontide.crdgen import schema
+from moontide.kube.kinds import KINDS, POLICY
+
+VALUES = """# What it is.
+a: 1
+b:
+  # Of two
+  # lines.
+  c: [x]
+  d: {}
+"""
+
+
+def test_the_pages_are_up_to_date() -> None:
+    assert reference.drift() == [], "run: python -m hack.reference"
+
+
+def test_drift_is_seen(tmp_path: Path) -> None:
+    for name, text in reference.pages().items():
+        (tmp_path / name).write_text(text)
+    assert reference.drift(tmp_path) == []
+    (tmp_path / "cli.md").write_text("old")
+    (tmp_path / "left-over.md").write_text("")
+    assert reference.drift(tmp_path) == ["cli.md", "left-over.md"]
+
+
+def test_every_field_of_every_kind_has_a_row() -> None:
+    for kind in KINDS:
+        page = reference.kind_page(kind)
+        for name in schema(kind.model)["properties"]["spec"]["properties"]:
+            assert f"| `{name}` |" in page
+    assert "| `deadlineSeconds` | integer, 2 to 86400 | `120` |" in reference.kind_page(POLICY)
+
+
+def test_commands_have_all_their_names_and_arguments() -> None:
+    page = reference.cli_page()
+    assert "kubectl moontide bump NAME VERSION" in page
+    assert "| `-A, --all-namespaces` |" in page
+    assert "| `-n, --namespace NAMESPACE` | of the policy" in page
+
+
+def test_values_have_the_comments_over_them() -> None:
+    page = reference.values_page(VALUES)
+    rows = ["| `a` | `1` | What it is. |", "| `b.c` | `[x]` | Of two lines. |", "| `b.d` | `{}` |  |"]
+    assert all(row in page for row in rows)
+
+
+def test_the_operator_reads_every_variable_that_is_listed() -> None:
+    source = inspect.getsource(config)
+    listed = [re.sub("`", "", name) for name, _ in reference.environment()]
+    assert [name for name in listed if f'"{name}"' not in source] == []
