@@ -1,4 +1,4 @@
-"""Make docs/reference/*.md from the models, the CLI and the chart's values: ``python -m hack.reference [--check]``."""
+"""Make docs/reference from the models, the CLI, the planner and the chart: ``python -m hack.reference [--check]``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import yaml
 
+from hack.reference import protocol
 from moontide.cli.app import PROGRAM, app
 from moontide.config import Config
 from moontide.crdgen import schema
@@ -225,9 +226,10 @@ def values_page(text: str) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Every page, by its name."""
+    """Every page and picture, by its name."""
     made = {f"{kind.singular}.md": kind_page(kind) for kind in KINDS}
-    return {**made, "cli.md": cli_page(), "values.md": values_page((ROOT / VALUES).read_text())}
+    made |= {"cli.md": cli_page(), "values.md": values_page((ROOT / VALUES).read_text())}
+    return {**made, "protocol.svg": protocol.picture()}
 
 
 def drift(folder: Path = FOLDER) -> list[str]:

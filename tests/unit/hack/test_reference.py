@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from hack.reference import __main__ as reference
+from hack.reference import protocol
 from moontide import config
 from moontide.crdgen import schema
 from moontide.kube.kinds import KINDS, POLICY
@@ -59,3 +61,17 @@ def test_the_operator_reads_every_variable_that_is_listed() -> None:
     source = inspect.getsource(config)
     listed = [re.sub("`", "", name) for name, _ in reference.environment()]
     assert [name for name in listed if f'"{name}"' not in source] == []
+
+
+def test_the_picture_is_of_changes_that_end_and_shows_every_step_of_them() -> None:
+    assert ET.fromstring(protocol.picture()).tag == "{http://www.w3.org/2000/svg}svg"
+    for _, salted, more in protocol.WAYS:
+        found = protocol.change(salted, more)
+        assert found.settled
+        assert found.end.startswith("Current=True Current: 2/2 replicas serve version 2 in epoch 2")
+    barrier, fence, plain = (
+        [set(c.values()) for c in protocol.columns(protocol.change(s, m))] for _, s, m in protocol.WAYS
+    )
+    assert barrier == [{"epoch 2"}, {"quiesce"}, {"admit"}, {"resume"}, {"collect"}]
+    assert fence == [{"epoch 2"}, {"fence"}, {"collect"}]
+    assert plain == [{"epoch 2"}, {"quiesce"}, {"drain"}, {"reset"}, {"wipe"}, {"admit"}, {"resume"}]
