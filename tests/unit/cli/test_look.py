@@ -267,7 +267,11 @@ def test_follow_gives_up_in_time_with_advice() -> None:
         )
 
 
-def test_kubectl_and_shells_complete_commands_and_names(type_into: Type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kubectl_and_shells_complete_commands_and_names(
+    type_into: Type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # typer asks the processes above this one, among which there may be no shell.
+    monkeypatch.setattr("typer.completion._get_shell_name", lambda: "bash")
     cluster = paper(world_of(True))
     type_into(cluster, "status")
     for words, found in ((["ti"], ["timeline"]), (["status", ""], ["policy"]), (["bump", "x"], []), (["b"], ["bump"])):
