@@ -8,12 +8,13 @@ page of HTML and a 200 without the field are failures.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import httpx
+import aiohttp
 from pydantic import ValidationError
 
 from moontide.planning.model import Action, Collect, Command, EngineStatus, Fleet, Result, Wipe
@@ -21,10 +22,14 @@ from moontide.planning.model import Action, Collect, Command, EngineStatus, Flee
 T = TypeVar("T")
 R = TypeVar("R")
 
+CALLS_AT_ONCE = 512
+"""A limit for the machine's sake: replicas that answer wait for none that does not."""
 STATUS_SECONDS = 3.0
 """A healthy engine answers its status in milliseconds; one that needs longer is not reset, whatever it says later."""
 Token = str | tuple[str, ...]
 """A bearer token, or several of which the peer may know only one: the next is tried where one is refused."""
+KEEPALIVE_SECONDS = 4.0
+"""Connections are kept for less time than uvicorn keeps them."""
 MARGIN_SECONDS = 2.0
 """How much longer than the engine's own bound the client waits, so that the engine's reason arrives."""
 
@@ -37,39 +42,73 @@ class Unanswered:
     message: str
 
 
-def new_http_client() -> httpx.AsyncClient:
-    """A client for admin planes: no proxies, no redirects, no retries (the next look decides), many connections."""
-    return httpx.AsyncClient(
-        trust_env=False,
-        follow_redirects=False,
-        limits=httpx.Limits(max_connections=256, max_keepalive_connections=256),
+def new_http_client() -> aiohttp.ClientSession:
+    """A client for admin planes: no proxies, no cookies, a connection a peer and as many as are needed.
+
+    Not httpx: its pool looks through all connections for each request (docs/performance.md). Must be made where a loop
+    runs.
+    """
+    connector = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=KEEPALIVE_SECONDS, resolver=aiohttp.ThreadedResolver(), use_dns_cache=False
     )
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
 
 
 async def _json(
-    http: httpx.AsyncClient, method: str, url: str, token: Token, seconds: float, body: dict[str, Any] | None = None
+    http: aiohttp.ClientSession, method: str, url: str, token: Token, seconds: float, body: dict[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]] | Unanswered:
+    data = None if body is None else json.dumps(body).encode()
+    status, text = 0, b""
     try:
         async with asyncio.timeout(seconds):
             for each in (token,) if isinstance(token, str) else token:
                 headers = {"authorization": f"Bearer {each}"}
-                response = await http.request(method, url, json=body, headers=headers, timeout=seconds)
+                if data is not None:
+                    headers["content-type"] = "application/json"
+                status, text = await _ask(http, method, url, headers, data)
                 # What was refused for its token did nothing, so it may be sent again with the next one.
-                if response.status_code != 401:
+                if status != 401:
                     break
-    except (TimeoutError, httpx.TimeoutException):
+    except TimeoutError:
         return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
-    except httpx.HTTPError as error:
+    except (aiohttp.ClientError, OSError, ValueError) as error:
         return Unanswered("Unreachable", f"{url}: {type(error).__name__}: {error}")
-    if not response.content:
-        return Unanswered("EmptyBody", f"{url} answered {response.status_code} with an empty body")
+    if not text:
+        return Unanswered("EmptyBody", f"{url} answered {status} with an empty body")
     try:
-        parsed = response.json()
-    except ValueError:
-        return Unanswered("NotJson", f"{url} answered {response.status_code}: {response.text[:200]}")
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return Unanswered("NotJson", f"{url} answered {status}: {text[:200].decode(errors='replace')}")
     if not isinstance(parsed, dict):
-        return Unanswered("NotJson", f"{url} answered {response.status_code} with a {type(parsed).__name__}")
-    return response.status_code, parsed
+        return Unanswered("NotJson", f"{url} answered {status} with a {type(parsed).__name__}")
+    return status, parsed
+
+
+async def fetch(http: aiohttp.ClientSession, url: str, seconds: float) -> tuple[int, str] | Unanswered:
+    """Status and text of a page that needs no token, as a master's, within ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            status, text = await _ask(http, "GET", url, {}, None)
+    except TimeoutError:
+        return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        return Unanswered("Unreachable", f"{url}: {type(error).__name__}")
+    return status, text.decode(errors="replace")
+
+
+async def _ask(
+    http: aiohttp.ClientSession, method: str, url: str, headers: dict[str, str], data: bytes | None
+) -> tuple[int, bytes]:
+    """Status and body. A peer may close a connection that it has kept at the moment in which it is used again: what was
+    sent then is sent once more, on a new one. Every call may be repeated."""
+    for last in (False, True):
+        try:
+            async with http.request(method, url, headers=headers, data=data, allow_redirects=False) as response:
+                return response.status, await response.read()
+        except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+            if last:
+                raise
+    raise AssertionError("unreachable")
 
 
 def base_url(address: str) -> str:
@@ -78,7 +117,7 @@ def base_url(address: str) -> str:
 
 
 async def engine_status(
-    http: httpx.AsyncClient, address: str, token: Token, seconds: float = STATUS_SECONDS
+    http: aiohttp.ClientSession, address: str, token: Token, seconds: float = STATUS_SECONDS
 ) -> EngineStatus | Unanswered:
     """What the engine at ``address`` says of itself, within ``seconds``."""
     answer = await _json(http, "GET", f"{base_url(address)}/moontide/v1/status", token, seconds)
@@ -93,6 +132,14 @@ async def engine_status(
         return Unanswered("NotAStatus", f"{address}: {error.error_count()} fields are missing or wrong: {error}"[:500])
 
 
+def _said(body: dict[str, Any]) -> EngineStatus | None:
+    """The status that comes with the answer to a command; engines before plugin 0.2 and wipers send none."""
+    try:
+        return EngineStatus.model_validate(body["status"])
+    except (KeyError, ValidationError):
+        return None
+
+
 def _result(action: Action, answer: tuple[int, dict[str, Any]] | Unanswered, started: float) -> Result:
     seconds = time.monotonic() - started
     if isinstance(answer, Unanswered):
@@ -102,10 +149,11 @@ def _result(action: Action, answer: tuple[int, dict[str, Any]] | Unanswered, sta
     reason = str(body.get("reason") or ("" if success else f"Http{code}"))
     message = str(body.get("message") or ("" if success else str(body)[:200]))
     removed = body.get("removed")
-    return Result(action, success, reason, message, removed if isinstance(removed, int) else 0, seconds)
+    status = _said(body) if success else None
+    return Result(action, success, reason, message, removed if isinstance(removed, int) else 0, seconds, status)
 
 
-async def send(http: httpx.AsyncClient, command: Command, token: Token, term: int) -> Result:
+async def send(http: aiohttp.ClientSession, command: Command, token: Token, term: int) -> Result:
     """One command to one engine, from the leader of ``term``.
 
     It takes at most ``timeout_seconds`` in the engine and :data:`MARGIN_SECONDS` around it.
@@ -122,7 +170,7 @@ async def send(http: httpx.AsyncClient, command: Command, token: Token, term: in
     return _result(command, answer, started)
 
 
-async def wipe(http: httpx.AsyncClient, action: Wipe, url: str, token: str, term: int) -> Result:
+async def wipe(http: aiohttp.ClientSession, action: Wipe, url: str, token: str, term: int) -> Result:
     """Remove the fleet's keys, then verify: only a second removal that finds nothing proves it.
 
     ``url`` is the wiper's base, ``term`` this leader's: the wiper refuses lower ones. ``removed`` counts the keys of
@@ -134,7 +182,7 @@ async def wipe(http: httpx.AsyncClient, action: Wipe, url: str, token: str, term
     return await _twice(http, action, f"{url}/moontide/v1/wipe", token, seconds, body, started)
 
 
-async def collect(http: httpx.AsyncClient, action: Collect, url: str, token: str, term: int) -> Result:
+async def collect(http: aiohttp.ClientSession, action: Collect, url: str, token: str, term: int) -> Result:
     """Remove the fleet's keys of epochs that are over, then verify: a second collection must find none.
 
     ``url`` and ``term``: see :func:`wipe`. ``removed`` counts the keys of the first. Keys in use are ``KeysLeft``: try
@@ -152,7 +200,7 @@ async def collect(http: httpx.AsyncClient, action: Collect, url: str, token: str
 
 
 async def _twice(
-    http: httpx.AsyncClient,
+    http: aiohttp.ClientSession,
     action: Wipe | Collect,
     url: str,
     token: str,
@@ -174,7 +222,7 @@ async def _twice(
     return Result(action, True, "Verified", "", first.removed, second.seconds)
 
 
-async def fan_out(items: list[T], call: Callable[[T], Awaitable[R]], limit: int = 64) -> list[R]:
+async def fan_out(items: list[T], call: Callable[[T], Awaitable[R]], limit: int = CALLS_AT_ONCE) -> list[R]:
     """``call`` on each item, at most ``limit`` at once; results in the order of ``items``.
 
     Every call ends before this returns; then the first exception of any, in that order, is raised as it is. Cancelling
@@ -196,20 +244,56 @@ async def fan_out(items: list[T], call: Callable[[T], Awaitable[R]], limit: int 
     return good
 
 
+async def settled(tasks: Sequence[asyncio.Future[R]], patience: float) -> None:
+    """Wait for ``tasks``: until all have ended, or, once a first has, until none has for ``patience`` seconds.
+
+    Ends none of them, and raises nothing of theirs.
+    """
+    left = sum(not task.done() for task in tasks)
+    if not left:
+        return
+    loop = asyncio.get_running_loop()
+    over, last = asyncio.Event(), loop.time() if left < len(tasks) else None
+
+    def ended(_: object) -> None:
+        nonlocal left, last
+        left, last = left - 1, loop.time()
+        over.set()
+
+    waited = [task for task in tasks if not task.done()]
+    for task in waited:
+        task.add_done_callback(ended)
+    try:
+        while left:
+            over.clear()
+            remaining = None if last is None else last + patience - loop.time()
+            if remaining is not None and remaining <= 0:
+                return
+            try:
+                async with asyncio.timeout(remaining):
+                    await over.wait()
+                    # One look serves many ends.
+                    await asyncio.sleep(0)
+            except TimeoutError:
+                continue
+    finally:
+        for task in waited:
+            task.remove_done_callback(ended)
+
+
 async def impatient(
     items: list[T], call: Callable[[T], Awaitable[R]], late: Callable[[T], R | None], patience: float
 ) -> list[R]:
     """``call`` on each item side by side; results in the order of ``items``.
 
-    Once a first call has ended, the others have ``patience`` seconds left; then each is cancelled and has the result
-    ``late(item)``, or is waited for all the same where that is None. What a peer was told it goes on with: every call
-    must be one that may be repeated. The first exception of any call, in that order, is raised when all have ended.
+    Once none of the calls has ended for ``patience`` seconds after another, each of those left is cancelled and has the
+    result ``late(item)``, or is waited for all the same where that is None. What a peer was told it goes on with: every
+    call must be one that may be repeated. The first exception of any call, in that order, is raised when all have
+    ended.
     """
     tasks = [asyncio.ensure_future(call(item)) for item in items]
     try:
-        if tasks:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(tasks, timeout=patience)
+        await settled(tasks, patience)
         instead = {task: late(item) for item, task in zip(items, tasks, strict=True) if not task.done()}
         for task, result in instead.items():
             if result is not None:

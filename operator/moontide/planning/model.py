@@ -243,6 +243,8 @@ class Result:
     removed: int = 0
     """Wipe, Collect: keys that the first removal took."""
     seconds: float = 0.0
+    status: EngineStatus | None = None
+    """What the engine said of itself when the step was done; None where it did not say."""
 
 
 @dataclass(frozen=True)

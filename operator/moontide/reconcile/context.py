@@ -6,7 +6,7 @@ import datetime as dt
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import httpx
+import aiohttp
 
 from moontide.config import Config
 from moontide.kube.client import Kube
@@ -27,8 +27,8 @@ class Context:
     """The operator's dependencies. Shared, never copied."""
 
     kube: Kube
-    http: httpx.AsyncClient
-    """For engines and wipers; the API server has its own client."""
+    http: aiohttp.ClientSession
+    """For engines, masters and wipers; the API server has its own client."""
     tokens: Tokens
     term: Callable[[], int]
     """The term of this leadership, asked for right before each command. Does not return once it may be over."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 from dataclasses import dataclass
 
-import httpx
+import aiohttp
 from kubernetes.aio import client as k8s
 from prometheus_client.parser import text_string_to_metric_families
 
 from moontide import naming, status
 from moontide.api.v1alpha1 import InferenceDeployment, KVCachePool, KVCachePoolStatus
+from moontide.engines.client import Unanswered, fetch
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import POOL
@@ -53,28 +55,28 @@ _MORE = {"master_evicted_key_count_total": "evicted_keys"}
 _SEGMENT = "segment_total_capacity_bytes"
 
 
-async def look_at_master(http: httpx.AsyncClient, base: str) -> MasterState:
+async def look_at_master(http: aiohttp.ClientSession, base: str) -> MasterState:
     """Ask the master at ``base`` (``http://host:port``) whether it serves, and for its gauges."""
+    health = await fetch(http, f"{base}/health", MASTER_SECONDS)
+    metrics = health if isinstance(health, Unanswered) else await fetch(http, f"{base}/metrics", MASTER_SECONDS)
+    if isinstance(health, Unanswered) or isinstance(metrics, Unanswered):
+        why = metrics.message if isinstance(metrics, Unanswered) else ""
+        return MasterState("MasterUnreachable", f"{base} does not answer: {why}")
+    status, text = health
     try:
-        health = await http.get(f"{base}/health", timeout=MASTER_SECONDS)
-        metrics = await http.get(f"{base}/metrics", timeout=MASTER_SECONDS)
-    except httpx.HTTPError as error:
-        return MasterState("MasterUnreachable", f"{base} does not answer: {type(error).__name__}")
-    try:
-        said = health.json()
+        said = json.loads(text)
     except ValueError:
         said = None
-    if health.status_code != 200 or not isinstance(said, dict) or said.get("service_ready") is not True:
-        return MasterState("MasterNotServing", f"{base}/health answers {health.status_code}: {health.text[:200]}")
+    if status != 200 or not isinstance(said, dict) or said.get("service_ready") is not True:
+        return MasterState("MasterNotServing", f"{base}/health answers {status}: {text[:200]}")
+    status, text = metrics
     try:
-        found = parse_gauges(metrics.text) if metrics.status_code == 200 else {}
+        found = parse_gauges(text) if status == 200 else {}
     except ValueError as error:
         return MasterState("MasterUnreadable", f"{base}/metrics cannot be parsed: {error}")
     missing = [name for name, attribute in _GAUGES.items() if attribute not in found]
     if missing:
-        return MasterState(
-            "MasterUnreadable", f"{base}/metrics answers {metrics.status_code} without {', '.join(missing)}"
-        )
+        return MasterState("MasterUnreadable", f"{base}/metrics answers {status} without {', '.join(missing)}")
     return MasterState(
         clients=found["clients"],
         keys=found["keys"],

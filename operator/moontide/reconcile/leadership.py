@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import httpx
+import aiohttp
 from kubernetes.aio import client as k8s
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import KVCachePool, KVCachePoolStatus
-from moontide.engines.client import fan_out
+from moontide.engines.client import Unanswered, fan_out, fetch
 from moontide.kube.client import Resource
 from moontide.reconcile.context import Context
 from moontide.resources.masters import Election
@@ -133,7 +134,7 @@ def _lives(pod: k8s.V1Pod) -> bool:
     return phase not in ("Succeeded", "Failed") and pod.metadata is not None and pod.metadata.deletion_timestamp is None
 
 
-async def _ask(http: httpx.AsyncClient, pod: k8s.V1Pod) -> Master:
+async def _ask(http: aiohttp.ClientSession, pod: k8s.V1Pod) -> Master:
     metadata = pod.metadata
     if metadata is None or not metadata.name or not metadata.uid:
         raise ValueError("a pod without a name or uid was never stored by an API server")
@@ -141,10 +142,10 @@ async def _ask(http: httpx.AsyncClient, pod: k8s.V1Pod) -> Master:
     address = pod.status.pod_ip if pod.status is not None else None
     if not address:
         return silent
+    answer = await fetch(http, f"http://{address}:{naming.MASTER_METRICS_PORT}/health", ASK_SECONDS)
     try:
-        answer = await http.get(f"http://{address}:{naming.MASTER_METRICS_PORT}/health", timeout=ASK_SECONDS)
-        return heard(silent, answer.json())
-    except (httpx.HTTPError, ValueError):
+        return silent if isinstance(answer, Unanswered) else heard(silent, json.loads(answer[1]))
+    except ValueError:
         return silent
 
 

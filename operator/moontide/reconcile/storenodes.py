@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 
-import httpx
+import aiohttp
 from kubernetes.aio import client as k8s
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import KVCachePool
 from moontide.api.v1alpha1.kvcachepool import StoreNodesStatus
+from moontide.engines.client import Unanswered, fetch
 from moontide.errors import InvalidSpec
 from moontide.kube.client import Resource
 from moontide.planning import storenodes as planning
@@ -116,16 +118,18 @@ async def look(ctx: Context, pool: Resource[KVCachePool]) -> Nodes | None:
     )
 
 
-async def _ask(http: httpx.AsyncClient, pod: k8s.V1Pod) -> Leaving:
+async def _ask(http: aiohttp.ClientSession, pod: k8s.V1Pod) -> Leaving:
     """How far a node is that goes."""
     name = str(pod.metadata.name if pod.metadata is not None else "")
     address = pod.status.pod_ip if pod.status is not None else None
     if not address:
         return Leaving(name)
     host = f"[{address}]" if ":" in address else address
+    answer = await fetch(http, f"http://{host}:{naming.STORE_NODE_PORT}/moontide/v1/status", ASK_SECONDS)
+    if isinstance(answer, Unanswered):
+        return Leaving(name)
     try:
-        answer = await http.get(f"http://{host}:{naming.STORE_NODE_PORT}/moontide/v1/status", timeout=ASK_SECONDS)
-        said = answer.json()["drain"]
+        said = json.loads(answer[1])["drain"]
         return Leaving(
             name,
             str(said["reason"]),
@@ -134,7 +138,7 @@ async def _ask(http: httpx.AsyncClient, pod: k8s.V1Pod) -> Leaving:
             int(said["moved_bytes"]),
             bool(said["ended"]),
         )
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return Leaving(name)
 
 
@@ -142,8 +146,10 @@ async def segments(ctx: Context, pool: Resource[KVCachePool]) -> tuple[Segment, 
     """The segments that the master lists; None where it does not answer."""
     host = naming.service_host(naming.master(pool.meta.name), pool.meta.namespace)
     url = f"http://{host}:{naming.MASTER_METRICS_PORT}/get_segments_detail"
+    answer = await fetch(ctx.http, url, ASK_SECONDS)
+    if isinstance(answer, Unanswered):
+        return None
     try:
-        answer = await ctx.http.get(url, timeout=ASK_SECONDS)
         return tuple(
             Segment(
                 host=str(each["segment_name"]).rpartition(":")[0].strip("[]"),
@@ -151,7 +157,7 @@ async def segments(ctx: Context, pool: Resource[KVCachePool]) -> tuple[Segment, 
                 capacity_bytes=int(each["allocator_capacity_bytes"]),
                 usable=each.get("status") == "OK",
             )
-            for each in answer.json()["segments"]
+            for each in json.loads(answer[1])["segments"]
         )
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None

@@ -25,6 +25,7 @@ from moontide_engine.auth import TokenFile
 from moontide_engine.gate import Gate
 from moontide_engine.middleware import GateMiddleware
 from tests.integration.engine_double import IdleEngine
+from tests.unit.operator.paperhttp import session
 
 Body = dict[str, Any]
 KINDS: Mapping[str, Kind[Any]] = {kind.kind: kind for kind in (POOL, DEPLOYMENT, POLICY)}
@@ -232,7 +233,7 @@ class Cluster:
         self.kube = FakeKube()
         self.network = Network()
         self.now = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
-        self.http = httpx.AsyncClient(transport=self.network)
+        self.http = session(self.network)
         self.ctx = Context(
             kube=cast("Kube", self.kube),
             http=self.http,

@@ -16,6 +16,7 @@ from moontide.kube.tokens import Tokens
 from moontide.metrics import Metrics
 from moontide.reconcile import kvcachepool
 from moontide.reconcile.context import Context
+from tests.unit.operator.paperhttp import session
 
 OWNER = k8s.V1OwnerReference(
     api_version="moontide.dev/v1alpha1", kind="KVCachePool", name="kv", uid="u-1", controller=True
@@ -117,17 +118,16 @@ class World:
         return "\n".join([*lines, 'segment_total_capacity_bytes{segment="10.9.9.9:1"} 0', ""])
 
     async def reconcile(self) -> float:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(self.answer)) as http:
-            ctx = Context(
-                kube=cast("Any", self),
-                http=http,
-                tokens=Tokens(bytes(32)),
-                term=lambda: 1,
-                config=Config(),
-                now=lambda: self.now,
-                metrics=self.told,
-            )
-            return await kvcachepool.reconcile(ctx, "ns", "kv")
+        ctx = Context(
+            kube=cast("Any", self),
+            http=session(self.answer),
+            tokens=Tokens(bytes(32)),
+            term=lambda: 1,
+            config=Config(),
+            now=lambda: self.now,
+            metrics=self.told,
+        )
+        return await kvcachepool.reconcile(ctx, "ns", "kv")
 
     def condition(self, type: str) -> tuple[str, str]:
         (found,) = (each for each in self.status.conditions if each.type == type)

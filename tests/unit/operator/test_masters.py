@@ -19,6 +19,7 @@ from moontide.reconcile.context import Context
 from moontide.reconcile.leadership import Leadership, Master
 from moontide.resources import engine, masters, store
 from tests.unit.operator.doubles import TOKENS, FakeKube
+from tests.unit.operator.paperhttp import session
 
 OWNER = k8s.V1OwnerReference(api_version="moontide.dev/v1alpha1", kind="KVCachePool", name="kv", uid="u-1")
 THREE = KVCachePoolSpec.model_validate({"master": {"replicas": 3}})
@@ -172,21 +173,20 @@ async def test_the_label_follows_the_leader() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json={"service_ready": request.url.host == leader, "view_version": 3})
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        context = Context(kube=kube, http=http, tokens=TOKENS, term=lambda: 1, now=lambda: NOW)  # type: ignore[arg-type]
-        before = None
-        for number, pod in ((2, "m2"), (3, "m3"), (9, None)):
-            leader = f"10.0.0.{number}"
-            body = kube.put(POOL.kind, "ns", "kv", {"master": {"replicas": 3}})
-            status = {"leader": before} if before else {}
-            pool = parse(POOL, {**body, "status": status})
-            found = await leadership.look(context, pool)
-            await leadership.tell(context, pool, found)
-            assert (found.leader, found.before, found.masters) == (pod, before, 3)
-            # While nobody leads, the last one keeps the label: its wiper says so itself.
-            labelled = [p.metadata.name for p in kube.pods if p.metadata and labels.LEADER in (p.metadata.labels or {})]
-            assert labelled == [pod or "m3"]
-            before = pod or before
+    context = Context(kube=kube, http=session(answer), tokens=TOKENS, term=lambda: 1, now=lambda: NOW)  # type: ignore[arg-type]
+    before = None
+    for number, pod in ((2, "m2"), (3, "m3"), (9, None)):
+        leader = f"10.0.0.{number}"
+        body = kube.put(POOL.kind, "ns", "kv", {"master": {"replicas": 3}})
+        status = {"leader": before} if before else {}
+        pool = parse(POOL, {**body, "status": status})
+        found = await leadership.look(context, pool)
+        await leadership.tell(context, pool, found)
+        assert (found.leader, found.before, found.masters) == (pod, before, 3)
+        # While nobody leads, the last one keeps the label: its wiper says so itself.
+        labelled = [p.metadata.name for p in kube.pods if p.metadata and labels.LEADER in (p.metadata.labels or {})]
+        assert labelled == [pod or "m3"]
+        before = pod or before
     assert [each[3] for each in kube.events] == ["LeaderChanged", "LeaderChanged"]
 
 

@@ -199,4 +199,4 @@ async def test_a_refused_override_is_told_and_nothing_is_applied(tmp_path: Path)
     await inferencedeployment.reconcile(cluster.ctx, "ns", "chat")
     assert [each.kind for each in cluster.kube.applied[4:]] == ["Secret", "Service", "Deployment"]
     assert cluster.kube.deleted == [("ns", "chat")]
-    await cluster.http.aclose()
+    await cluster.http.close()

@@ -177,4 +177,4 @@ async def test_a_fleet_is_admitted_without_its_pool_and_joins_it_when_it_is_back
     assert [event[-1] for event in kube.events].count("Reattaching") == 1
     await ifd.reconcile(cluster.ctx, "ns", "chat")
     assert kube.deleted == [("ns", "chat-1")]
-    await cluster.http.aclose()
+    await cluster.http.close()

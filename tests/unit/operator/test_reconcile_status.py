@@ -19,6 +19,7 @@ from moontide.reconcile import inferencedeployment as ifd
 from moontide.reconcile import kvcachepool as kvp
 from moontide.reconcile import policyversion
 from moontide.reconcile.context import Context
+from tests.unit.operator.paperhttp import session
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 CONTEXT = cast("Context", SimpleNamespace(now=lambda: NOW))
@@ -252,8 +253,7 @@ async def _look(health: httpx.Response | Exception, metrics: httpx.Response) -> 
             return health
         return metrics
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        return await kvp.look_at_master(http, "http://master:9003")
+    return await kvp.look_at_master(session(answer), "http://master:9003")
 
 
 async def test_a_serving_master() -> None:
