@@ -227,9 +227,9 @@ class Site:
         text = (await self.api("GET", "/metrics"))["text"]
         found = 0
         for line in text.splitlines():
-            if line.startswith("apiserver_request_total{") and 'verb="WATCH"' not in line:
-                if any(f'resource="{resource}"' in line for resource in COUNTED):
-                    found += int(float(line.rpartition(" ")[2]))
+            counted = line.startswith("apiserver_request_total{") and 'verb="WATCH"' not in line
+            if counted and any(f'resource="{resource}"' in line for resource in COUNTED):
+                found += int(float(line.rpartition(" ")[2]))
         return found
 
     @property
@@ -343,7 +343,8 @@ def show(size: int, arms: dict[str, dict[str, list[Json]]], hands: dict[str, Jso
     """One size's table."""
     print(f"\n{size} replicas", flush=True)
     print(
-        f"  {'delays':18}{'way':22}{'floor':>9}{'pause':>10}{'/floor':>8}{'current':>9}{'CPU':>8}{'RSS':>8}{'requests':>9}"
+        f"  {'delays':18}{'way':22}{'floor':>9}{'pause':>10}{'/floor':>8}{'current':>9}"
+        f"{'CPU':>8}{'RSS':>8}{'requests':>9}"
     )
     for mix in MIXES:
         for name, arm in arms.items():
@@ -355,8 +356,8 @@ def show(size: int, arms: dict[str, dict[str, list[Json]]], hands: dict[str, Jso
                 against = ratio(rows) if strategy == "Barrier" else pause / median(rows, "floor")
                 print(
                     f"  {mix:18}{f'{name} {strategy}':22}{median(rows, 'floor') * 1e3:7.0f}ms{pause * 1e3:8.0f}ms"
-                    f"{against:8.2f}{median(rows, 'current'):8.2f}s{median(rows, 'cpu'):7.2f}s{median(rows, 'rss'):6.0f}MB"
-                    f"{median(rows, 'requests'):9.0f}"
+                    f"{against:8.2f}{median(rows, 'current'):8.2f}s{median(rows, 'cpu'):7.2f}s"
+                    f"{median(rows, 'rss'):6.0f}MB{median(rows, 'requests'):9.0f}"
                 )
         for way in ("all at once", "a loop"):
             found = hands.get(f"{mix}/{way}")

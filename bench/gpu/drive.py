@@ -26,9 +26,10 @@ from typing import Any, cast
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "operator")]
 
-import httpx  # noqa: E402
+import aiohttp  # noqa: E402
 
 from moontide import naming  # noqa: E402
+from moontide.engines.client import new_http_client  # noqa: E402
 from moontide.kube.client import Kube, Resource, parse  # noqa: E402
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL  # noqa: E402
 from moontide.kube.tokens import Tokens  # noqa: E402
@@ -109,25 +110,30 @@ class PaperKube:
         body["status"] = {"adopted": {boot: url for boot, url in merged.items() if url is not None}}
         return True
 
+    async def read_pods(self, namespace: str, selector: str, convert: Any, seen: Any) -> list[Any]:
+        return []
+
     async def event(self, regarding: Resource[Any], reason: str, message: str, type: str = "Normal") -> None:
         self.events.append((reason, message))
 
 
-class ToWiper(httpx.AsyncBaseTransport):
+class ToWiper:
     """Sends what is for the pool's Service to the wiper's URL, and everything else where it says."""
 
     def __init__(self, wiper: str | None) -> None:
-        self._inner = httpx.AsyncHTTPTransport(verify=False)
-        self._wiper = httpx.URL(wiper) if wiper else None
-        self._host = naming.service_host(naming.master(POOL_NAME), HOME)
+        self._inner = new_http_client()
+        self._wiper = wiper.rstrip("/") if wiper else None
+        self._service = f"http://{naming.service_host(naming.master(POOL_NAME), HOME)}:{naming.WIPER_PORT}"
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if self._wiper is not None and request.url.host == self._host:
-            request.url = request.url.copy_with(host=self._wiper.host, port=self._wiper.port)
-        return await self._inner.handle_async_request(request)
+    def request(self, method: str, url: str, **more: Any) -> Any:
+        """As of an ``aiohttp.ClientSession``."""
+        if self._wiper is not None and url.startswith(self._service):
+            url = self._wiper + url.removeprefix(self._service)
+        return self._inner.request(method, url, **more)
 
-    async def aclose(self) -> None:
-        await self._inner.aclose()
+    async def close(self) -> None:
+        """As of an ``aiohttp.ClientSession``."""
+        await self._inner.close()
 
 
 class Steps(logging.Handler):
@@ -158,16 +164,15 @@ class Driver:
         wiper: str | None,
         fleet_uid: str,
         token: str,
-        transport: httpx.AsyncBaseTransport | None = None,
+        http: aiohttp.ClientSession | None = None,
     ) -> None:
-        """``engines``: base URLs of admin ports. ``wiper``: None for a fleet without a store. ``transport``: another
-        way to them than TCP."""
+        """``engines``: base URLs of admin ports. ``wiper``: None for a fleet without a store. ``http``: another way to
+        them than TCP."""
         self.kube = PaperKube(fleet_uid, engines, wiper is not None)
         self.steps = Steps()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._http = httpx.AsyncClient(transport=transport or ToWiper(wiper), trust_env=False)
-        self._context = Context(cast("Kube", self.kube), self._http, OneToken(token), term=lambda: 1)
+        self._wiper, self._token, self._given = wiper, token, http
         logger = logging.getLogger(policyversion.__name__)
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -176,14 +181,20 @@ class Driver:
     def __enter__(self) -> Driver:
         self._thread.start()
         self.steps.thread = self._thread.ident
+        asyncio.run_coroutine_threadsafe(self._connect(), self._loop).result(10)
         return self
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger(policyversion.__name__).removeHandler(self.steps)
-        asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._http.close(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+    async def _connect(self) -> None:
+        """A client belongs to the loop in which it is made."""
+        self._http = self._given or cast("aiohttp.ClientSession", ToWiper(self._wiper))
+        self._context = Context(cast("Kube", self.kube), self._http, OneToken(self._token), term=lambda: 1)
 
     def change(self, seconds: float = 60.0, **spec: object) -> Body:
         """Change the policy's spec and reconcile until it is so everywhere: the status. Raises TimeoutError."""

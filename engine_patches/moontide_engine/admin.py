@@ -36,6 +36,10 @@ POLL_SECONDS = 0.01
 # needs of them only whether the store is attached, so it asks this rarely.
 ATTACHED_SECONDS = 30.0
 
+TELLING = frozenset({"quiesce", "drain", "reset", "admit", "fence", "resume"})
+"""Commands whose answers come with a status."""
+TELL_SECONDS = 0.5
+
 UNKNOWN_WEIGHTS = ""
 """vLLM's weight version from the moment in which a load begins until it has ended well: no policy has that version."""
 
@@ -228,6 +232,11 @@ class Commands:
         answer = await handler(body)
         answer["seconds"] = round(time.monotonic() - started, 6)
         answer.update(bootId=self._gate.boot_id, state=str(self._gate.state))
+        if answer["success"] and command in TELLING:
+            # Who asked need not look again. Where the engine has fallen silent meanwhile, they do.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TELL_SECONDS):
+                    answer["status"] = await self.status()
         log(
             "command",
             boot=self._gate.boot_id,

@@ -19,7 +19,8 @@ Invariants (each has a property test in tests/unit/planning)
         while it loads some or after a load of it has failed.
     I5  ``Barrier``: none is resumed in *e* while another of its fleet may be open elsewhere, except one that did not
         answer for ``replicaTimeoutSeconds`` (``onReplicaFailure: Hold`` makes no exception; plain fleets neither).
-    I6  A step counts when a later look at the engine says so; never because a call returned.
+    I6  A step counts when the engine's own status, taken after it, says so: that of a later look, or the one that comes
+        with its answer; never because a call returned.
     I7  Nothing is remembered outside ``status`` and the engines: any operator can take over after any action.
     I8  Replicas that never served (newcomers) are not waited for; they stay closed until admitted.
 
@@ -39,8 +40,9 @@ Algorithm
     ``replicaTimeoutSeconds``, unless nobody of the fleet serves. Its pod is replaced only if another replica has loaded
     the same source, and once: what has not served since it started is not replaced.
 
-    The caller writes ``status`` first, carries the actions out, folds their results in with :func:`record` and calls
-    again, until a plan has no actions.
+    The caller writes ``status``, carries the actions out, folds their results in with :func:`record` and calls again,
+    until a plan has no actions. What :func:`must_precede` names is written before the actions begin; the rest tells
+    people, may come beside them, and is found again by whoever takes over.
 
 The pause is held by the engines with a time to live (``deadlineSeconds``, ``prepareDeadlineSeconds``): an operator that
 never comes back leaves closed engines, never stale ones and never ones that are paused for ever.
@@ -680,10 +682,24 @@ def plan(spec: PolicyVersionSpec, generation: int, status: PolicyVersionStatus, 
     after = after.model_copy(
         update={"conditions": merge(status.conditions, report.verdicts(look, after), generation, observed.now)}
     )
-    return Plan(after, actions, tuple(notes), _requeue(look, replicas, bool(replaced)))
+    ages = [(observed.now - parse_timestamp(failure.since)).total_seconds() for failure in failures]
+    left = [spec.replica_timeout_seconds - age for age in ages if age < spec.replica_timeout_seconds]
+    return Plan(after, actions, tuple(notes), _requeue(look, replicas, bool(replaced), min(left, default=None)))
 
 
-def _requeue(look: report.Look, replicas: list[Replica], replaced: bool) -> float:
+def must_precede(written: PolicyVersionStatus, status: PolicyVersionStatus) -> bool:
+    """Whether ``status`` has to be there before anybody acts on it, where ``written`` is: epochs (I1), what is known of
+    a fleet's keys, and what is being prepared."""
+    return any(
+        getattr(written, field) != getattr(status, field)
+        for field in ("epoch", "target_version", "reset_nonce", "members", "preparation")
+    )
+
+
+def _requeue(look: report.Look, replicas: list[Replica], replaced: bool, overdue: float | None) -> float:
+    """``overdue``: seconds until the first replica is waited for no longer."""
+    if look.blocked and overdue is not None and overdue < BUSY_REQUEUE:
+        return max(overdue, 0.01)
     if look.moving or replaced:
         return BUSY_REQUEUE
     starting = any(r.status is None and (r.container_id is not None or r.url) for r in replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,9 +10,11 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from moontide.config import Config
+from moontide.engines.client import Unanswered
 from moontide.kube.client import Kube
 from moontide.kube.tokens import Tokens
 from moontide.metrics import Metrics
+from moontide.planning.model import EngineStatus, Replica
 
 GONE_SECONDS = 3600.0
 """What a reconcile returns for a resource that no longer exists."""
@@ -37,6 +40,11 @@ class Context:
     metrics: Metrics = field(default_factory=Metrics)
     needs_met: dict[str, tuple[int, dt.datetime]] = field(default_factory=dict)
     """By a fleet's uid, the generation whose Secrets and claims were all there, and when that was asked."""
+
+    pods: dict[tuple[str, str], dict[str, tuple[str, Replica | None]]] = field(default_factory=dict)
+    """By a fleet's uid and who looks: the pods of the last look, by uid, with their resource version."""
+    late: dict[str, dict[str, asyncio.Task[EngineStatus | Unanswered]]] = field(default_factory=dict)
+    """By a fleet's uid and a pod's: questions that looks do not wait for any longer."""
 
     def __copy__(self) -> Context:
         # kopf copies its memo for every handler; connections and caches must stay one.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from kubernetes.aio import client as k8s
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeployment
-from moontide.engines.client import Unanswered, engine_status, fan_out
+from moontide.engines.client import Unanswered, engine_status, settled
 from moontide.kube.client import Meta, Resource
 from moontide.planning.model import EngineStatus, Fleet, Replica
 from moontide.reconcile import adopted, tokens
@@ -18,6 +20,8 @@ from moontide.reconcile.stalls import facts
 from moontide.resources import groups
 from moontide.resources.sources import FETCH_CONTAINER
 
+PATIENCE_SECONDS = 1.0
+"""How long a look waits for a next answer, once it has one, before those that are left count as silent."""
 _USUAL = (None, "ContainerCreating", "PodInitializing")
 """What the kubelet says of containers that wait for their turn."""
 
@@ -96,27 +100,109 @@ def owned(pod: k8s.V1Pod) -> bool:
     return pod.status is None or pod.status.phase not in ("Succeeded", "Failed")
 
 
-async def observe(ctx: Context, deployment: Resource[InferenceDeployment], home: str | None = None) -> Fleet:
-    """One look at a fleet: its pods, terminating ones included, or the engines that it adopted, and what they answered.
+@dataclass(frozen=True)
+class Roster:
+    """A fleet as the API server knows it: before its engines were asked."""
+
+    fleet: Fleet
+    """Its replicas have no status yet; of an adopting fleet there are none."""
+    adopting: Resource[InferenceDeployment] | None = None
+    """Of a fleet of URLs, which are asked to find out what is there."""
+    lingering: tuple[Replica, ...] = ()
+    """Not to be asked."""
+
+
+async def roster(ctx: Context, deployment: Resource[InferenceDeployment], home: str | None = None) -> Roster:
+    """The fleet's pods, terminating ones included, and its pool, as the API server has them now.
 
     ``home``: the namespace of who looks; names from another one have the namespace in front.
     """
     meta, spec = deployment.meta, deployment.model.spec
     home = home or meta.namespace
-    replicas = await (
-        _pods(ctx, deployment, home) if spec.endpoints is None else adopted.observe(ctx, deployment, home)
-    )
     pool_name = spec.kv_cache.pool_ref.name if spec.kv_cache is not None else None
-    pool = await ctx.kube.get_pool(meta.namespace, pool_name) if pool_name is not None else None
-    return Fleet(
+    found, left, pool = await asyncio.gather(
+        _pods(ctx, deployment, home),
+        _left_behind(ctx, deployment, home),
+        ctx.kube.get_pool(meta.namespace, pool_name) if pool_name is not None else _nothing(),
+    )
+    fleet = Fleet(
         name=naming.qualified(meta.name, meta.namespace, home),
         namespace=meta.namespace,
         uid=meta.uid,
         pool=pool_name,
         pool_uid=pool.meta.uid if pool is not None else None,
         token_secret=naming.admin_secret(meta.name),
-        replicas=tuple(replicas),
+        replicas=tuple(found),
     )
+    return Roster(fleet, deployment if spec.endpoints is not None else None, tuple(left))
+
+
+async def observe(ctx: Context, deployment: Resource[InferenceDeployment], home: str | None = None) -> Fleet:
+    """One look at a fleet: its pods, terminating ones included, or the engines that it adopted, and what they answered.
+
+    ``home``: see :func:`roster`.
+    """
+    return await ask(ctx, await roster(ctx, deployment, home), home or deployment.meta.namespace)
+
+
+async def ask(ctx: Context, listed: Roster, home: str, known: Mapping[str, EngineStatus] | None = None) -> Fleet:
+    """The fleet with what its engines answer. Those in ``known`` (by pod uid) have said it just now and are not asked.
+
+    Once none has answered for :data:`PATIENCE_SECONDS` after another, those that have not are silent. They have the
+    rest of :data:`STATUS_SECONDS`, and later looks do not wait for them until they have answered.
+    """
+    if listed.adopting is not None:
+        return replace(listed.fleet, replicas=tuple(await adopted.observe(ctx, listed.adopting, home)))
+    known, uid = known or {}, listed.fleet.uid
+    late = ctx.late.pop(uid, {})
+    asked: dict[str, asyncio.Task[EngineStatus | Unanswered]] = {}
+    heard: dict[str, EngineStatus | Unanswered] = {}
+    for replica in listed.fleet.replicas:
+        said = known.get(replica.pod_uid)
+        before = late.pop(replica.pod_uid, None)
+        if said is not None:
+            heard[replica.pod_uid] = said
+        elif replica.address is None:
+            heard[replica.pod_uid] = Unanswered("NoAddress", "the pod has no address yet")
+        elif before is not None and (not before.done() or isinstance(before.result(), Unanswered)):
+            # Still silent. It is asked all the time, and waited for no longer.
+            heard[replica.pod_uid] = _late(replica)
+            again = _status(ctx, replica) if before.done() else before
+            ctx.late.setdefault(uid, {})[replica.pod_uid] = again
+            continue
+        else:
+            asked[replica.pod_uid] = _status(ctx, replica)
+        if before is not None:
+            before.cancel()
+    for task in late.values():
+        task.cancel()
+    try:
+        await settled(list(asked.values()), PATIENCE_SECONDS)
+    except asyncio.CancelledError:
+        for task in asked.values():
+            task.cancel()
+        raise
+    for replica in listed.fleet.replicas:
+        question = asked.get(replica.pod_uid)
+        if question is None:
+            continue
+        if question.done():
+            heard[replica.pod_uid] = question.result()
+        else:
+            heard[replica.pod_uid] = _late(replica)
+            ctx.late.setdefault(uid, {})[replica.pod_uid] = question
+    replicas = (_with(replica, heard[replica.pod_uid]) for replica in listed.fleet.replicas)
+    return replace(listed.fleet, replicas=(*replicas, *listed.lingering))
+
+
+def _status(ctx: Context, replica: Replica) -> asyncio.Task[EngineStatus | Unanswered]:
+    assert replica.address is not None
+    tokens = ctx.tokens.each(replica.fleet, replica.tokens)
+    return asyncio.ensure_future(engine_status(ctx.http, replica.address, tokens))
+
+
+def _late(replica: Replica) -> Unanswered:
+    return Unanswered("Timeout", f"no answer from {replica.address} while others have answered")
 
 
 def lingering(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
@@ -125,21 +211,41 @@ def lingering(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
 
 
 async def _pods(ctx: Context, deployment: Resource[InferenceDeployment], home: str) -> list[Replica]:
-    meta, nodes, rotations = deployment.meta, deployment.model.spec.nodes, tokens.rotations(deployment)
+    """The replicas that are pods. Only pods that have changed since the last look are read anew."""
+    meta = deployment.meta
+    if deployment.model.spec.endpoints is not None:
+        return []
+
+    def convert(pod: k8s.V1Pod) -> Replica | None:
+        return unasked(pod, meta, home) if owned(pod) else None
+
+    selector = labels.selector(labels.engine_labels(meta.name))
+    seen = ctx.pods.setdefault((meta.uid, home), {})
+    found: list[Replica | None] = await ctx.kube.read_pods(meta.namespace, selector, convert, seen)
+    rotations = tokens.rotations(deployment)
+    return [
+        replica if replica.tokens == rotations else replace(replica, tokens=rotations)
+        for replica in found
+        if replica is not None
+    ]
+
+
+async def _left_behind(ctx: Context, deployment: Resource[InferenceDeployment], home: str) -> list[Replica]:
+    """Workers of replicas of several pods whose leader is gone."""
+    meta = deployment.meta
+    if deployment.model.spec.nodes <= 1:
+        return []
     pods = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.engine_labels(meta.name)))
-    known = ctx.tokens.each(meta.uid, rotations)
+    workers = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.worker_labels(meta.name)))
+    return [
+        replace(lingering(pod, meta, home), error="NoAddress: its leader is gone")
+        for pod in groups.left_behind(pods, workers)
+        if running_container(pod)
+    ]
 
-    async def ask(found: Replica) -> Replica:
-        replica = replace(found, tokens=rotations)
-        if replica.address is None:
-            return _with(replica, Unanswered("NoAddress", "the pod has no address yet"))
-        return _with(replica, await engine_status(ctx.http, replica.address, known))
 
-    found: list[Replica] = await fan_out([unasked(pod, meta, home) for pod in pods if owned(pod)], ask)
-    if nodes > 1:
-        workers = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.worker_labels(meta.name)))
-        found += (lingering(pod, meta, home) for pod in groups.left_behind(pods, workers) if running_container(pod))
-    return found
+async def _nothing() -> None:
+    return None
 
 
 def _with(replica: Replica, answer: EngineStatus | Unanswered) -> Replica:

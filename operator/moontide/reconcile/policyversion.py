@@ -9,16 +9,14 @@ from typing import Literal
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
-from moontide.engines.client import collect, fan_out, impatient, send, wipe, wipe_without_store
+from moontide.engines.client import CALLS_AT_ONCE, collect, fan_out, impatient, send, wipe, wipe_without_store
 from moontide.errors import Retry
 from moontide.kube.client import Resource
-from moontide.kube.kinds import POLICY
 from moontide.planning import protocol
 from moontide.planning.model import (
     Action,
     Collect,
     Command,
-    Fleet,
     Observed,
     Plan,
     Replace,
@@ -30,6 +28,7 @@ from moontide.planning.model import (
 from moontide.reconcile import adopted
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
+from moontide.reconcile.rounds import Gone, Round
 from moontide.status import timestamp
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,8 @@ REPLACE_GRACE_SECONDS = 1
 """Not 0: the pod object must outlive the process, or a frozen engine would be taken for gone."""
 TURN_SECONDS = 30.0
 """A reconcile returns after this long, so that the loop shows that it lives."""
-CALLS_AT_ONCE = 64
+LINES_AT_ONCE = 32
+"""Log lines that are written in one go while engines are waited for."""
 PATIENCE_SECONDS = 1.0
 """How long the replicas that are done with a step wait for the answers of those that are not."""
 UNMANAGED_EPOCH = 0
@@ -51,51 +51,36 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     server does not let it look or write.
     """
     ends = time.monotonic() + TURN_SECONDS
-    while True:
-        policy = await ctx.kube.get_policy(namespace, name)
-        if policy is None or policy.meta.deletion_timestamp is not None:
-            ctx.metrics.gone(POLICY.kind, namespace, name)
-            return GONE_SECONDS
-        requeue = await _turn(ctx, policy)
-        if requeue is not None:
-            return requeue
-        if time.monotonic() > ends:
-            return 0.0
-
-
-async def _turn(ctx: Context, policy: Resource[PolicyVersion]) -> float | None:
-    """One look, one plan, one set of actions. None means: look again at once."""
-    meta = policy.meta
-    status = policy.model.status or PolicyVersionStatus()
-    followers = await following(ctx, policy)
-    fleets: list[Fleet] = await fan_out(followers, lambda each: observe(ctx, each, meta.namespace), limit=16)
-    observed = Observed(tuple(fleets), ctx.now(), meta.uid)
-    plan = protocol.plan(policy.model.spec, meta.generation, status, observed)
-
-    if plan.status != status and not await ctx.kube.apply_policy_status(
-        meta.namespace, meta.name, plan.status, uid=meta.uid
-    ):
-        return GONE_SECONDS
-    # What could not be written is looked at again, and would count twice.
-    ctx.metrics.policy(meta.namespace, meta.name, status, plan.status)
-    # Events tell people; the pause does not wait for them.
-    telling = asyncio.ensure_future(_tell(ctx, policy, plan))
+    this = Round(ctx, namespace, name)
     try:
-        if not plan.actions:
-            return None if plan.requeue_after == 0.0 else plan.requeue_after
-        results = await _act(ctx, policy, followers, plan.status, list(plan.actions))
+        requeue = None
+        while requeue is None and time.monotonic() < ends:
+            requeue = await _turn(ctx, this)
+        await this.end()
+    except Gone:
+        this.gone()
+        return GONE_SECONDS
     finally:
-        await telling
-    after = protocol.record(plan.status, results, ctx.now())
-    if after != plan.status:
-        await ctx.kube.apply_policy_status(meta.namespace, meta.name, after, uid=meta.uid)
+        this.drop()
+    return 0.0 if requeue is None else requeue
+
+
+async def _turn(ctx: Context, this: Round) -> float | None:
+    """One look, one plan, one set of actions. None means: look again at once."""
+    policy, fleets = await this.look()
+    meta, before = policy.meta, this.status
+    observed = Observed(fleets, ctx.now(), meta.uid)
+    plan = protocol.plan(policy.model.spec, meta.generation, before, observed)
+    await this.write(plan.status)
+    this.tell(_tell(ctx, policy, plan))
+    if not plan.actions:
+        this.keep(fleets)
+        return None if plan.requeue_after == 0.0 else plan.requeue_after
+    results, began = await _act(ctx, this, list(plan.actions))
+    this.hear(results)
+    this.tell(_report(ctx, policy, this.followers, plan.status, results, began))
+    await this.write(protocol.record(plan.status, results, ctx.now()))
     return None if any(result.success for result in results) else plan.requeue_after
-
-
-async def following(ctx: Context, policy: Resource[PolicyVersion]) -> list[Resource[InferenceDeployment]]:
-    """The fleets that follow the policy: of its namespace, and of those that it allows and this operator serves."""
-    allowed = () if ctx.config.watch_namespace else policy.model.spec.allowed_namespaces
-    return await ctx.kube.list_deployments_following(policy.meta.namespace, policy.meta.name, allowed)
 
 
 async def _tell(ctx: Context, policy: Resource[PolicyVersion], plan: Plan) -> None:
@@ -105,25 +90,35 @@ async def _tell(ctx: Context, policy: Resource[PolicyVersion], plan: Plan) -> No
         await ctx.kube.event(policy, note.reason, note.message, "Warning" if note.warning else "Normal")
 
 
-async def _act(
-    ctx: Context,
-    policy: Resource[PolicyVersion],
-    followers: list[Resource[InferenceDeployment]],
-    status: PolicyVersionStatus,
-    actions: list[Action],
-) -> list[Result]:
-    """Carry the actions out side by side, one result each, in order. A failure that goes on is told once."""
-    epoch = status.epoch
-    known = {(failure.replica, failure.step, failure.reason) for failure in status.failures}
+async def _act(ctx: Context, this: Round, actions: list[Action]) -> tuple[list[Result], dict[int, str]]:
+    """Carry the actions out side by side: one result each, in order, and when each began, by the action's id."""
     limit = asyncio.Semaphore(CALLS_AT_ONCE)
-    elsewhere = {each.meta.uid: each for each in followers if each.meta.namespace != policy.meta.namespace}
-
     began: dict[int, str] = {}
 
     async def one(action: Action) -> Result:
         async with limit:
             began[id(action)] = timestamp(ctx.now())
+            if isinstance(action, Command) and action.step is Step.ADMIT and not action.replica.may_have_served:
+                this.forget()
             return await perform(ctx, action)
+
+    results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS)
+    ctx.metrics.acted(results)
+    return results, began
+
+
+async def _report(
+    ctx: Context,
+    policy: Resource[PolicyVersion],
+    followers: list[Resource[InferenceDeployment]],
+    status: PolicyVersionStatus,
+    results: list[Result],
+    began: dict[int, str],
+) -> None:
+    """Log what came of each action, and leave Events. A failure that goes on is told once."""
+    epoch = status.epoch
+    known = {(failure.replica, failure.step, failure.reason) for failure in status.failures}
+    elsewhere = {each.meta.uid: each for each in followers if each.meta.namespace != policy.meta.namespace}
 
     async def tell(action: Action, reason: str, message: str, type: Literal["Normal", "Warning"] = "Normal") -> None:
         """On the policy, and on a fleet whose people may not see the policy's namespace."""
@@ -132,9 +127,9 @@ async def _act(
         if fleet in elsewhere:
             await ctx.kube.event(elsewhere[fleet], reason, message, type)
 
-    results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS)
-    ctx.metrics.acted(results)
-    for result in results:
+    for number, result in enumerate(results):
+        if number % LINES_AT_ONCE == 0:
+            await asyncio.sleep(0)
         action = result.action
         replica, step = protocol.name_of(action), protocol.step_of(action)
         outcome = "done" if result.success else f"{result.reason}: {result.message}"
@@ -164,7 +159,6 @@ async def _act(
             await tell(action, "ReplicaAdmitted", f"{replica} is admitted to epoch {epoch}")
         elif not (result.success or told or waited_for):
             await tell(action, "StepFailed", f"{step.value} {replica}: {result.reason}", "Warning")
-    return results
 
 
 def substitute(action: Action) -> Result | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.operator import doubles
+from tests.unit.operator.paperhttp import session
 
 ROOT = Path(__file__).parents[3]
 UID = "5f0c6f6e-2f0b-4a8e-9b59-3d1b6a1c7d10"
@@ -40,7 +41,7 @@ def network(folder: Path) -> doubles.Network:
 def test_a_change_is_the_planners_and_leaves_its_steps(tmp_path: Path) -> None:
     net = network(tmp_path)
     urls = [f"http://{place}" for place in net.engines]
-    with drive.Driver(urls, "http://10.0.0.9:9004", UID, "secret", net) as driver:
+    with drive.Driver(urls, "http://10.0.0.9:9004", UID, "secret", session(net)) as driver:
         driver.change(10, version="7", onReplicaFailure="Isolate")
         assert [engine.state for engine in net.engines.values()] == [("open", 1)] * 2
         assert {host for host, _ in net.wiped} == {"kv-master.paper.svc"}
@@ -58,7 +59,7 @@ def test_a_change_is_the_planners_and_leaves_its_steps(tmp_path: Path) -> None:
 def test_a_preparation_is_finished_when_engines_stand_still_and_then_when_it_is_committed(tmp_path: Path) -> None:
     net = network(tmp_path)
     urls = [f"http://{place}" for place in net.engines]
-    with drive.Driver(urls, "http://10.0.0.9:9004", UID, "secret", net) as driver:
+    with drive.Driver(urls, "http://10.0.0.9:9004", UID, "secret", session(net)) as driver:
         driver.change(10, version="7")
         driver.change(10, preparing="8")
         assert {engine.state[0] for engine in net.engines.values()} == {"paused"}
@@ -71,7 +72,7 @@ def test_a_preparation_is_finished_when_engines_stand_still_and_then_when_it_is_
 def test_a_change_that_cannot_finish_says_why(tmp_path: Path) -> None:
     net = network(tmp_path)
     urls = [f"http://{place}" for place in net.engines]
-    with drive.Driver(urls, "http://10.0.0.9:9004", UID, "secret", net) as driver:
+    with drive.Driver(urls, "http://10.0.0.9:9004", UID, "secret", session(net)) as driver:
         driver.change(10, version="7")
         with pytest.raises(TimeoutError, match="WaitingForWeights"):
             driver.change(0.5, version="9")

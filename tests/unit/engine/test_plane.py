@@ -562,17 +562,39 @@ async def test_an_engine_that_fell_back_has_a_store_that_is_not_attached(plane: 
     assert status["store"] == {"configured": True, "attached": False, "reason": "Fallback: nobody there"}
 
 
+def acts(plane: Plane) -> list[str]:
+    """What the engine was told to do, without what it was asked."""
+    return [call for call in plane.engine.calls if call not in ("probe", "weights_version", "queues")]
+
+
+async def test_the_answer_to_a_step_says_how_the_engine_is_now(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    await plane.open()
+    answer = await plane.succeed("quiesce", 2)
+    told, asked = answer["status"], (await plane.http.get("/moontide/v1/status")).json()
+    timed = ("pausedSeconds", "pauseRemainingSeconds")
+    assert {k: v for k, v in told.items() if k not in timed} == {k: v for k, v in asked.items() if k not in timed}
+    assert (told["state"], told["epoch"], told["responsive"]) == ("paused", 1, True)
+    # A step that failed, and one of an engine that has fallen silent since, leave it to the next look.
+    _, failed = await plane.command("resume", 2)
+    assert "status" not in failed
+    await plane.succeed("admit", 2, version="v2", salt="uid/2")
+    monkeypatch.setattr("moontide_engine.admin.TELL_SECONDS", 0.05)
+    plane.engine.on_resume = lambda: setattr(plane.engine, "hang", 0.5)
+    assert "status" not in await plane.succeed("resume", 2)
+
+
 async def test_the_workers_of_an_open_engine_are_not_woken_by_every_status(plane: Plane) -> None:
     await plane.open(5)
     plane.engine.calls.clear()
     for _ in range(3):
         await plane.http.get("/moontide/v1/status")
     assert plane.engine.calls.count("probe") == 3
-    assert plane.engine.calls.count("queues") == 1
+    # The answers to the commands that opened it have asked.
+    assert plane.engine.calls.count("queues") == 0
     await plane.command("close", 5, reason="Test")
     for _ in range(2):
         await plane.http.get("/moontide/v1/status")
-    assert plane.engine.calls.count("queues") == 3
+    assert plane.engine.calls.count("queues") == 2
 
 
 async def test_a_silent_engine_is_waited_for_once(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -810,7 +832,7 @@ async def test_a_salted_admission_needs_neither_drain_nor_reset(plane: Plane) ->
     plane.engine.calls.clear()
     await plane.succeed("admit", 2, version="v2", salt="uid/2")
     # What can be let go of is, and what has no epoch in its key must be.
-    assert plane.engine.calls == ["switch", "reset_prefix", "reset_encoder", "reset_multimodal"]
+    assert acts(plane) == ["switch", "reset_prefix", "reset_encoder", "reset_multimodal"]
     await plane.succeed("resume", 2)
     assert plane.gate.stamp == Stamp(2, "v2")
 
@@ -837,7 +859,7 @@ async def test_fence_moves_an_open_engine(plane: Plane) -> None:
     plane.engine.calls.clear()
     await plane.succeed("fence", 2, version="v2", salt="uid/2")
     await plane.succeed("fence", 2, version="v2", salt="uid/2")
-    assert plane.engine.calls == ["switch"]
+    assert acts(plane) == ["switch"]
     assert (plane.engine.salt, plane.gate.stamp, plane.gate.state) == ("uid/2", Stamp(2, "v2"), State.OPEN)
     await plane.succeed("fence", 3, version=None, salt="uid/3")
     request = plane.request()

@@ -200,6 +200,9 @@ class FakeKube:
 
         return [pod for pod in self.pods if matches(pod)]
 
+    async def read_pods(self, namespace: str, label_selector: str, convert: Any, seen: Any) -> list[Any]:
+        return [convert(pod) for pod in await self.list_pods(namespace, label_selector)]
+
     async def annotate_pod(self, namespace: str, name: str, uid: str, key: str, value: str) -> bool:
         (pod,) = (p for p in self.pods if p.metadata and (p.metadata.namespace, p.metadata.name) == (namespace, name))
         assert pod.metadata is not None

@@ -1,0 +1,160 @@
+"""What one run of a policy's reconcile has at hand: what it read and heard, and what it still has to write and tell.
+
+A pause lasts as long as the slowest of what the turns wait for. So they wait for engines, and for the API server only
+where the protocol needs it: what the API server said is used for :data:`RECENT_SECONDS`, an engine whose answer to a
+command says how it is now is not asked again, and what only tells people is written and said beside the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterable
+
+from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
+from moontide.engines.client import fan_out
+from moontide.kube.client import Resource
+from moontide.kube.kinds import POLICY
+from moontide.planning import protocol
+from moontide.planning.model import Command, EngineStatus, Fleet, Result
+from moontide.reconcile.context import Context
+from moontide.reconcile.fleets import Roster, ask, roster
+
+RECENT_SECONDS = 1.0
+"""How old pods, fleets and the policy's spec may be, as a turn sees them. Engines refuse what is meant for another
+process, and one that nobody has listed yet was never admitted."""
+ROSTERS_AT_ONCE = 16
+
+
+class Gone(Exception):
+    """The policy does not exist any more."""
+
+
+class Round:
+    """One run. Close it with :meth:`end`."""
+
+    def __init__(self, ctx: Context, namespace: str, name: str) -> None:
+        self._ctx = ctx
+        self._namespace = namespace
+        self._name = name
+        self._policy: Resource[PolicyVersion] | None = None
+        self._rosters: list[Roster] = []
+        self._read_at = -RECENT_SECONDS
+        self._heard: dict[str, EngineStatus] = {}
+        self._written = PolicyVersionStatus()
+        self._gone = False
+        self._writing: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
+        self.followers: list[Resource[InferenceDeployment]] = []
+        self.status = PolicyVersionStatus()
+        """The newest; perhaps not yet written."""
+
+    # Reading ------------------------------------------------------------------------------------------------------
+
+    async def look(self) -> tuple[Resource[PolicyVersion], tuple[Fleet, ...]]:
+        """The policy's spec, and its fleets with what their engines say. Raises :class:`Gone`."""
+        if time.monotonic() - self._read_at > RECENT_SECONDS:
+            await self._read()
+        assert self._policy is not None
+        heard, self._heard = self._heard, {}
+        home = self._namespace
+        fleets: list[Fleet] = await fan_out(self._rosters, lambda each: ask(self._ctx, each, home, heard))
+        return self._policy, tuple(fleets)
+
+    async def _read(self) -> None:
+        await self.flush()
+        self._read_at = time.monotonic()
+        policy = await self._ctx.kube.get_policy(self._namespace, self._name)
+        if policy is None or policy.meta.deletion_timestamp is not None:
+            raise Gone
+        self._policy, self.status = policy, policy.model.status or PolicyVersionStatus()
+        self._written = self.status
+        self.followers = await following(self._ctx, policy)
+        self._rosters = await fan_out(
+            self.followers, lambda each: roster(self._ctx, each, self._namespace), ROSTERS_AT_ONCE
+        )
+
+    def hear(self, results: Iterable[Result]) -> None:
+        """What engines said of themselves as they answered commands: the next look need not ask them."""
+        for result in results:
+            if result.status is not None and isinstance(result.action, Command):
+                self._heard[result.action.replica.pod_uid] = result.status
+
+    def keep(self, fleets: Iterable[Fleet]) -> None:
+        """Nothing was done since ``fleets`` were looked at: the next turn may go by it."""
+        for fleet in fleets:
+            self._heard.update({r.pod_uid: r.status for r in fleet.replicas if r.status is not None})
+
+    def forget(self) -> None:
+        """What the API server said is over: marks were written that decide what silence means."""
+        self._read_at = -RECENT_SECONDS
+
+    # Writing and telling ------------------------------------------------------------------------------------------
+
+    async def write(self, status: PolicyVersionStatus) -> None:
+        """Have ``status`` written, after those before it. Waits for what must be there before anybody acts on it.
+
+        Raises :class:`Gone`, and :class:`moontide.errors.Retry` of this write or an earlier one.
+        """
+        if status != self.status:
+            before, self.status = self.status, status
+            self._writing = asyncio.ensure_future(self._write(self._writing, before, status))
+        if protocol.must_precede(self._written, self.status):
+            await self.flush()
+
+    async def _write(
+        self, earlier: asyncio.Task[None] | None, before: PolicyVersionStatus, status: PolicyVersionStatus
+    ) -> None:
+        if earlier is not None:
+            await earlier
+        policy = self._policy
+        assert policy is not None
+        meta = policy.meta
+        if self._gone or not await self._ctx.kube.apply_policy_status(meta.namespace, meta.name, status, uid=meta.uid):
+            self._gone = True
+            return
+        self._written = status
+        # What could not be written is looked at again, and would count twice.
+        self._ctx.metrics.policy(meta.namespace, meta.name, before, status)
+
+    def tell(self, telling: Awaitable[None]) -> None:
+        """Logs and Events, in order, beside what comes next."""
+
+        async def one(earlier: asyncio.Task[None] | None) -> None:
+            if earlier is not None:
+                await earlier
+            await telling
+
+        self._telling = asyncio.ensure_future(one(self._telling))
+
+    async def flush(self) -> None:
+        """Wait until all is written. Raises as :meth:`write` does."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+        if self._gone:
+            raise Gone
+
+    async def end(self) -> None:
+        """Wait until all is written and said. Raises as :meth:`write` does."""
+        try:
+            if self._telling is not None:
+                await self._telling
+        finally:
+            await self.flush()
+
+    def drop(self) -> None:
+        """Leave the rest unwritten and unsaid."""
+        for task in (self._writing, self._telling):
+            if task is not None:
+                task.cancel()
+
+    def gone(self) -> None:
+        """Nothing is counted of a policy that is no more."""
+        self._ctx.metrics.gone(POLICY.kind, self._namespace, self._name)
+
+
+async def following(ctx: Context, policy: Resource[PolicyVersion]) -> list[Resource[InferenceDeployment]]:
+    """The fleets that follow the policy: of its namespace, and of those that it allows and this operator serves."""
+    allowed = () if ctx.config.watch_namespace else policy.model.spec.allowed_namespaces
+    return await ctx.kube.list_deployments_following(policy.meta.namespace, policy.meta.name, allowed)
