@@ -12,10 +12,12 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import aiohttp
 from pydantic import ValidationError
+from yarl import URL
 
 from moontide.planning.model import Action, Collect, Command, EngineStatus, Fleet, Result, Wipe
 
@@ -30,6 +32,7 @@ Token = str | tuple[str, ...]
 """A bearer token, or several of which the peer may know only one: the next is tried where one is refused."""
 KEEPALIVE_SECONDS = 4.0
 """Connections are kept for less time than uvicorn keeps them."""
+_CALLERS_TIMEOUT = aiohttp.ClientTimeout(total=None)
 MARGIN_SECONDS = 2.0
 """How much longer than the engine's own bound the client waits, so that the engine's reason arrives."""
 
@@ -84,6 +87,11 @@ async def _json(
     return status, parsed
 
 
+@lru_cache(maxsize=16384)
+def _parsed(url: str) -> URL:
+    return URL(url)
+
+
 async def fetch(http: aiohttp.ClientSession, url: str, seconds: float) -> tuple[int, str] | Unanswered:
     """Status and text of a page that needs no token, as a master's, within ``seconds``."""
     try:
@@ -103,7 +111,10 @@ async def _ask(
     sent then is sent once more, on a new one. Every call may be repeated."""
     for last in (False, True):
         try:
-            async with http.request(method, url, headers=headers, data=data, allow_redirects=False) as response:
+            asked = http.request(
+                method, _parsed(url), headers=headers, data=data, allow_redirects=False, timeout=_CALLERS_TIMEOUT
+            )
+            async with asked as response:
                 return response.status, await response.read()
         except (aiohttp.ServerDisconnectedError, ConnectionResetError):
             if last:

@@ -76,8 +76,9 @@ async def _turn(ctx: Context, this: Round) -> float | None:
     if not plan.actions:
         this.keep(fleets)
         return None if plan.requeue_after == 0.0 else plan.requeue_after
+    if all(isinstance(action, Collect) for action in plan.actions):
+        this.keep(fleets)
     results, began = await _act(ctx, this, list(plan.actions))
-    this.hear(results)
     this.tell(_report(ctx, policy, this.followers, plan.status, results, began))
     await this.write(protocol.record(plan.status, results, ctx.now()))
     return None if any(result.success for result in results) else plan.requeue_after
@@ -100,7 +101,9 @@ async def _act(ctx: Context, this: Round, actions: list[Action]) -> tuple[list[R
             began[id(action)] = timestamp(ctx.now())
             if isinstance(action, Command) and action.step is Step.ADMIT and not action.replica.may_have_served:
                 this.forget()
-            return await perform(ctx, action)
+            result = await perform(ctx, action)
+            this.hear(result)
+            return result
 
     results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS)
     ctx.metrics.acted(results)

@@ -23,6 +23,8 @@ from moontide.reconcile.fleets import Roster, ask, roster
 RECENT_SECONDS = 1.0
 """How old pods, fleets and the policy's spec may be, as a turn sees them. Engines refuse what is meant for another
 process, and one that nobody has listed yet was never admitted."""
+HEARD_SECONDS = 2.0
+"""The same for what an engine said with its answer: longer than others are waited for."""
 ROSTERS_AT_ONCE = 16
 
 
@@ -40,7 +42,7 @@ class Round:
         self._policy: Resource[PolicyVersion] | None = None
         self._rosters: list[Roster] = []
         self._read_at = -RECENT_SECONDS
-        self._heard: dict[str, EngineStatus] = {}
+        self._heard: dict[str, tuple[float, EngineStatus]] = {}
         self._written = PolicyVersionStatus()
         self._gone = False
         self._writing: asyncio.Task[None] | None = None
@@ -56,7 +58,8 @@ class Round:
         if time.monotonic() - self._read_at > RECENT_SECONDS:
             await self._read()
         assert self._policy is not None
-        heard, self._heard = self._heard, {}
+        since = time.monotonic() - HEARD_SECONDS
+        heard, self._heard = {uid: said for uid, (at, said) in self._heard.items() if at > since}, {}
         home = self._namespace
         fleets: list[Fleet] = await fan_out(self._rosters, lambda each: ask(self._ctx, each, home, heard))
         return self._policy, tuple(fleets)
@@ -74,16 +77,16 @@ class Round:
             self.followers, lambda each: roster(self._ctx, each, self._namespace), ROSTERS_AT_ONCE
         )
 
-    def hear(self, results: Iterable[Result]) -> None:
-        """What engines said of themselves as they answered commands: the next look need not ask them."""
-        for result in results:
-            if result.status is not None and isinstance(result.action, Command):
-                self._heard[result.action.replica.pod_uid] = result.status
+    def hear(self, result: Result) -> None:
+        """What an engine said of itself as it answered a command: a look that comes soon need not ask it."""
+        if result.status is not None and isinstance(result.action, Command):
+            self._heard[result.action.replica.pod_uid] = time.monotonic(), result.status
 
     def keep(self, fleets: Iterable[Fleet]) -> None:
-        """Nothing was done since ``fleets`` were looked at: the next turn may go by it."""
+        """Engines were told nothing since ``fleets`` were looked at: a turn that comes soon may go by it."""
+        now = time.monotonic()
         for fleet in fleets:
-            self._heard.update({r.pod_uid: r.status for r in fleet.replicas if r.status is not None})
+            self._heard.update({r.pod_uid: (now, r.status) for r in fleet.replicas if r.status is not None})
 
     def forget(self) -> None:
         """What the API server said is over: marks were written that decide what silence means."""
