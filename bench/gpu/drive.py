@@ -125,11 +125,12 @@ class ToWiper:
         self._wiper = wiper.rstrip("/") if wiper else None
         self._service = f"http://{naming.service_host(naming.master(POOL_NAME), HOME)}:{naming.WIPER_PORT}"
 
-    def request(self, method: str, url: str, **more: Any) -> Any:
+    def request(self, method: str, url: object, **more: Any) -> Any:
         """As of an ``aiohttp.ClientSession``."""
-        if self._wiper is not None and url.startswith(self._service):
-            url = self._wiper + url.removeprefix(self._service)
-        return self._inner.request(method, url, **more)
+        text = str(url)
+        if self._wiper is not None and text.startswith(self._service):
+            text = self._wiper + text.removeprefix(self._service)
+        return self._inner.request(method, text, **more)
 
     async def close(self) -> None:
         """As of an ``aiohttp.ClientSession``."""

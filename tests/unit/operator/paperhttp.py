@@ -35,9 +35,9 @@ class _Session:
         await self._http.aclose()
 
     @contextlib.asynccontextmanager
-    async def request(self, method: str, url: str, **more: Any) -> AsyncIterator[_Answer]:
+    async def request(self, method: str, url: object, **more: Any) -> AsyncIterator[_Answer]:
         try:
-            answer = await self._http.request(method, url, headers=more.get("headers"), content=more.get("data"))
+            answer = await self._http.request(method, str(url), headers=more.get("headers"), content=more.get("data"))
         except httpx.HTTPError as error:
             raise aiohttp.ClientConnectionError(str(error)) from error
         yield _Answer(answer)
