@@ -275,10 +275,16 @@ class Theatre:
         self.leave()
         self.stage.fleet(scenario.name, scenario.fences, str(self._version), **scenario.policy)
         self.stage.wait_current(scenario.name, self._version)
+        # A policy is current before its first replica has come up, too.
+        self.stage.wait_for("both serve", lambda: self._open(scenario.name) == 2)
         self._judge = Judge(not scenario.fences, str(scenario.policy.get("strategy", "Barrier")))
         self._scenario = scenario
         self._inspect()
         self._effects()
+
+    def _open(self, fleet: str) -> int:
+        states = self.stage.double("states")
+        return sum(state[0] == "open" for name, state in states.items() if name.startswith(f"{fleet}-"))
 
     def leave(self) -> None:
         """Clear the stage: after a failure too."""

@@ -7,6 +7,7 @@ tests/component/engine and tests/e2e.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -136,6 +137,42 @@ async def test_a_peer_that_hangs_costs_its_bound_and_no_more(monkeypatch: pytest
     assert (result.success, result.reason) == (False, "Timeout")
 
 
+async def test_a_connection_that_the_peer_has_closed_meanwhile_is_no_failure() -> None:
+    """It keeps the connection after its answer, and closes it at the next request, as uvicorn may."""
+    seen, ended = 0, asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal seen
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            for first in (True, False):
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]))
+                seen += 1
+                if first:
+                    writer.write(b'HTTP/1.1 200 X\r\ncontent-length: 17\r\n\r\n{"success": true}')
+        writer.close()
+        ended.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    async with new_http_client() as http:
+        for _ in range(3):
+            assert (await send(http, command(f"{host}:{port}"), "secret", 7)).success
+            ended.clear()
+    await ended.wait()
+    # Each that found its connection closed was sent twice.
+    assert seen == 5
+    server.close()
+
+
+async def test_what_an_engine_says_with_its_answer_is_its_status() -> None:
+    told = {"success": True, "status": {**STATUS, "state": "paused"}}
+    assert (found := (await sent(json.dumps(told).encode())).status) is not None
+    assert (found.state, found.boot_id) == ("paused", "b1")
+    for odd in ({"success": True}, {"success": True, "status": {"state": "paused"}}, {**told, "success": False}):
+        assert (await sent(json.dumps(odd).encode())).status is None
+
+
 async def test_nobody_listening_is_a_reason() -> None:
     async with new_http_client() as http:
         answer = await engine_status(http, "127.0.0.1:9", "t")
@@ -249,6 +286,15 @@ async def test_who_is_done_does_not_wait_for_long() -> None:
     assert time.monotonic() - began < 5
     assert ended == ["quick", "soon", "needed"]
     assert await impatient([], call, lambda name: name, 0.2) == []
+
+
+async def test_patience_begins_anew_with_each_answer() -> None:
+    async def call(item: int) -> int:
+        await asyncio.sleep(item * 0.1)
+        return item
+
+    # Each is later than the patience after the first, and none later than that after another.
+    assert await impatient([1, 2, 3, 4, 5, 6], call, lambda item: -item, 0.25) == [1, 2, 3, 4, 5, 6]
 
 
 async def test_the_impatient_raise_the_failure_itself_after_all_have_ended() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moontide.api.v1alpha1 import PolicyVersionSpec, PolicyVersionStatus
+from moontide.api.v1alpha1 import Member, PolicyVersionSpec, PolicyVersionStatus, Preparation, ReplicaCounts
 from moontide.planning import protocol
 from moontide.planning.model import Command, Replace, Result, Step, Wipe
 from tests.unit.planning.world import StaleReadError, World
@@ -864,3 +864,32 @@ def test_a_fleet_that_is_closed_for_its_weights_is_at_no_moment_current(fences: 
         world.pass_time(0.5)
     assert {p.engine.state for p in world.pods} == {"closed"}
     assert world.condition("Current") == ("False", "WaitingForWeights")
+
+
+def test_the_planner_is_asked_again_when_the_first_replica_is_waited_for_no_longer() -> None:
+    world = bumped(fences=True, replicaTimeoutSeconds=20, onReplicaFailure="Isolate")
+    hung = world.pod(0)
+    hung.engine.hung = True
+    for _ in range(4):
+        world.turn()
+    assert world.turn().requeue_after == protocol.BUSY_REQUEUE
+    assert world.pod(1).engine.state == "paused"
+    world.pass_time(19.8)
+    assert 0.1 < world.turn().requeue_after < 0.3
+    world.pass_time(0.2)
+    world.run()
+    assert (world.pod(1).engine.state, world.pod(1).engine.epoch) == ("open", 2)
+
+
+def test_what_is_known_of_epochs_and_keys_is_written_before_anybody_acts_on_it() -> None:
+    written = PolicyVersionStatus(epoch=2, target_version="2")
+    for changes in (
+        {"epoch": 3},
+        {"target_version": "3"},
+        {"reset_nonce": "again"},
+        {"members": (Member(name="a", uid="u", wiped_epoch=2),)},
+        {"preparation": Preparation(version="3", epoch=3, started_at="2026-01-01T00:00:00Z")},
+    ):
+        assert protocol.must_precede(written, written.model_copy(update=changes)), changes
+    told = {"replicas": ReplicaCounts(total=2, current=1, closed=0, summary="1/2"), "failures_omitted": 3}
+    assert not protocol.must_precede(written, written.model_copy(update=told))

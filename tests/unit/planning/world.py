@@ -30,6 +30,8 @@ from moontide.planning.model import (
 
 KV = tuple[str, int]
 """The salt in its key, and the epoch in which it was computed."""
+RECENT_SECONDS, HEARD_SECONDS = 1.0, 2.0
+"""As :mod:`moontide.reconcile.rounds` has them."""
 START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
 
@@ -117,6 +119,14 @@ class World:
     """Engines by pod UID, as they were when the last plan was made."""
     told: set[int] = field(default_factory=set)
     """Epochs that any engine has heard of."""
+    written: PolicyVersionStatus = field(default_factory=PolicyVersionStatus)
+    """What the API server has of ``status``, which is what a next operator begins with."""
+    elapsed: float = 0.0
+    """Seconds of a clock that never jumps back."""
+    heard: dict[str, tuple[float, EngineStatus]] = field(default_factory=dict)
+    """By pod uid: what an engine said of itself with its last answer, and when."""
+    listed: tuple[float, tuple[Fleet, ...]] | None = None
+    """The pods of the last list, and when that was."""
 
     def add_fleet(self, name: str, size: int) -> None:
         self.fleets[name], self.store[name] = [], set()
@@ -171,6 +181,7 @@ class World:
 
     def pass_time(self, seconds: float) -> None:
         self.now += dt.timedelta(seconds=seconds)
+        self.elapsed += max(seconds, 0.0)
         for pod in self.pods:
             engine = pod.engine
             if engine.state == "paused" and engine.expires is not None and engine.expires <= self.now:
@@ -208,16 +219,33 @@ class World:
 
     # The operator ---------------------------------------------------------------------------------------------------
 
-    def observe(self) -> Observed:
+    def observe(self, recent: bool = False) -> Observed:
+        """``recent``: as one run of the reconcile looks from its second turn on (:mod:`moontide.reconcile.rounds`): by
+        a list of pods that is up to RECENT_SECONDS old, and not asking engines that have just said how they are."""
+        if not recent or self.listed is None or self.elapsed - self.listed[0] > RECENT_SECONDS:
+            self.listed = (
+                self.elapsed,
+                tuple(
+                    Fleet(name, f"fleet-{name}", "pool", "pool-uid", tuple(self._replica(name, pod) for pod in pods))
+                    for name, pods in self.fleets.items()
+                ),
+            )
+        heard = {uid: said for uid, (at, said) in self.heard.items() if self.elapsed - at <= HEARD_SECONDS}
+        self.heard.clear()
+        now = {pod.uid: pod for pod in self.pods}
         fleets = []
-        for name, pods in self.fleets.items():
-            replicas = tuple(self._replica(name, pod) for pod in pods)
-            fleets.append(Fleet(name, f"fleet-{name}", "pool", "pool-uid", replicas))
+        for fleet in self.listed[1]:
+            replicas = []
+            for replica in fleet.replicas:
+                pod, said = now.get(replica.pod_uid), heard.get(replica.pod_uid) if recent else None
+                status = said if said is not None else self.status_of(pod.engine) if pod is not None else None
+                error = "" if status is not None else "Timeout: no answer"
+                replicas.append(replace(replica, status=status, error=error))
+            fleets.append(replace(fleet, replicas=tuple(replicas)))
         return Observed(tuple(fleets), self.now, "policy")
 
     def _replica(self, fleet: str, pod: Pod) -> Replica:
-        engine = pod.engine
-        replica = Replica(
+        return Replica(
             name=pod.name,
             pod_uid=pod.uid,
             fleet=f"fleet-{fleet}",
@@ -226,11 +254,14 @@ class World:
             may_have_served=pod.mark == pod.container,
             terminating=pod.terminating,
         )
+
+    def status_of(self, engine: Engine) -> EngineStatus | None:
+        """What it says of itself; None where nothing of it answers."""
         if engine.hung:
-            return replace(replica, error="Timeout: no answer")
+            return None
         # An engine that loads is not asked: its gate answers for it.
         silent = engine.core_hung and not engine.loads_as
-        status = EngineStatus(
+        return EngineStatus(
             boot_id=engine.boot_id,
             state=engine.state,  # type: ignore[arg-type]
             epoch=engine.epoch,
@@ -251,7 +282,6 @@ class World:
             ),
             reason=engine.reason,
         )
-        return replace(replica, status=status)
 
     def _loading(self, engine: Engine) -> LoadStatus | None:
         if not engine.mixed:
@@ -268,20 +298,32 @@ class World:
     def plan(self) -> Plan:
         return protocol.plan(self.spec, self.generation, self.status, self.observe())
 
-    def turn(self, crash_after: int | None = None) -> Plan:
-        """One turn of the reconcile. ``crash_after=n``: killed after the status write (0) or the n-th action."""
+    def turn(self, crash_after: int | None = None, *, recent: bool = False, lags: bool = False) -> Plan:
+        """One turn of the reconcile. ``crash_after=n``: killed after the status write (0) or the n-th action.
+
+        ``recent``: see :meth:`observe`. ``lags``: what need not be written before the actions is not written yet, and
+        is lost with the operator.
+        """
         self.before = {pod.uid: replace(pod.engine) for pod in self.pods}
-        plan = self.plan()
+        plan = protocol.plan(self.spec, self.generation, self.status, self.observe(recent))
         assert plan.status.epoch >= self.status.epoch
         self.status = plan.status
+        if not lags or protocol.must_precede(self.written, plan.status):
+            self.written = plan.status
         self.plans.append(plan)
         results = []
         for done, action in enumerate(plan.actions):
             if crash_after is not None and done >= crash_after:
-                return plan
+                break
             results.append(self.perform(action))
-        if crash_after is None:
-            self.status = protocol.record(self.status, results, self.now)
+        if crash_after is not None:
+            # The next operator knows what is written, and has heard nothing.
+            self.status, self.listed = self.written, None
+            self.heard.clear()
+            return plan
+        self.status = protocol.record(self.status, results, self.now)
+        if not lags:
+            self.written = self.status
         return plan
 
     def run(self, turns: int = 40, seconds: float = 0.1) -> Plan:
@@ -295,8 +337,8 @@ class World:
 
     def perform(self, action: Action) -> Result:
         if isinstance(action, Replace):
-            pod = next(p for p in self.pods if p.uid == action.replica.pod_uid)
-            self.remove(pod)
+            for pod in [p for p in self.pods if p.uid == action.replica.pod_uid]:
+                self.remove(pod)
             return Result(action, True)
         if isinstance(action, Wipe):
             if not self.store_up:
@@ -322,13 +364,19 @@ class World:
         if action.step.value == "admit":
             assert action.replica.container_id is not None
             pod.mark = action.replica.container_id
+            if not action.replica.may_have_served:
+                self.listed = None
         engine = pod.engine
         if engine.boot_id != action.replica.status.boot_id:
             return Result(action, False, "BootIdMismatch")
         if action.epoch < engine.highest:
             return Result(action, False, "Fenced")
         engine.highest = action.epoch
-        return getattr(self, f"_{action.step.value}")(engine, action)  # type: ignore[no-any-return]
+        result: Result = getattr(self, f"_{action.step.value}")(engine, action)
+        said = self.status_of(engine)
+        if result.success and said is not None:
+            self.heard[pod.uid] = self.elapsed, said
+        return result
 
     def _salt(self, engine: Engine, action: Command) -> Result | None:
         """What an admission or a fence with a salt does in the engine; None when that went well."""

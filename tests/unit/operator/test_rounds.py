@@ -1,0 +1,179 @@
+"""What a run of a policy's reconcile waits for, and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moontide.errors import Retry
+from moontide.reconcile import fleets, policyversion
+from tests.unit.operator.doubles import Cluster
+
+MODEL = {"source": "pvc://w/a", "servedName": "tiny", "version": "7"}
+BARRIER = ["quiesce", "admit", "resume"]
+
+
+class World(Cluster):
+    """A policy, and a fleet of two that serves in its first epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.kube.put("PolicyVersion", "rl", "policy", {"version": 7, "weights": "Unchecked"})
+        fleet = self.kube.put("InferenceDeployment", "rl", "chat", {"model": MODEL, "policyRef": {"name": "policy"}})
+        self.two = [self.pod(fleet, f"chat-{number}", f"10.0.0.{number}") for number in (1, 2)]
+        self.asked: list[str] = []
+        transport, handle = self.network, self.network.handle_async_request
+
+        async def counted(request: httpx.Request) -> httpx.Response:
+            self.asked.append(f"{request.method} {request.url.host} {request.url.path.rpartition('/')[2]}")
+            return await handle(request)
+
+        transport.handle_async_request = counted  # type: ignore[method-assign]
+
+    async def run(self) -> float:
+        return await policyversion.reconcile(self.ctx, "rl", "policy")
+
+    def bump(self) -> None:
+        spec = self.kube.objects["PolicyVersion", "rl", "policy"]["spec"]
+        self.kube.put("PolicyVersion", "rl", "policy", {**spec, "version": spec["version"] + 1})
+        self.asked.clear()
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.kube.status("PolicyVersion", "rl", "policy")
+
+    @property
+    def states(self) -> list[tuple[str, int]]:
+        return [engine.state for engine in self.two]
+
+
+@pytest.fixture(name="world")
+async def _world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    for _ in range(3):
+        await made.run()
+    assert made.states == [("open", 1)] * 2
+    async with made.http:
+        yield made
+
+
+async def test_engines_are_looked_at_once_and_say_the_rest_with_their_answers(world: World) -> None:
+    world.bump()
+    await world.run()
+    assert world.states == [("open", 2)] * 2
+    for host in ("10.0.0.1", "10.0.0.2"):
+        told = [each.split()[2] for each in world.asked if each.split()[1] == host]
+        assert told == ["status", *BARRIER]
+    assert world.kube.condition("PolicyVersion", "rl", "policy", "Current")[:2] == ("True", "Current")
+
+
+async def test_a_pause_waits_for_no_write_but_that_of_its_epoch(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, gate, epochs = world.kube.apply_policy_status, asyncio.Event(), []
+
+    async def slow(namespace: str, name: str, status: Any, uid: str | None = None) -> bool:
+        if status.epoch == 2 and 2 in epochs:
+            await gate.wait()
+        epochs.append(status.epoch)
+        assert world.states == [("open", 1)] * 2 or 2 in epochs
+        return await write(namespace, name, status, uid)
+
+    monkeypatch.setattr(world.kube, "apply_policy_status", slow)
+    world.bump()
+    running = asyncio.ensure_future(world.run())
+    for _ in range(400):
+        await asyncio.sleep(0.005)
+        if world.states == [("open", 2)] * 2:
+            break
+    # All of them serve, and the API server has only heard of the epoch.
+    assert (world.states, epochs) == ([("open", 2)] * 2, [2])
+    assert not running.done()
+    gate.set()
+    await running
+    assert world.status["lastUpdate"]["resumedAt"] is not None
+    assert world.status["replicas"]["summary"] == "2/2"
+
+
+async def test_an_epoch_that_cannot_be_written_is_heard_of_by_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: Any, **__: Any) -> bool:
+        raise Retry(2.0, "the API server is busy")
+
+    monkeypatch.setattr(world.kube, "apply_policy_status", refused)
+    world.bump()
+    with pytest.raises(Retry):
+        await world.run()
+    assert [each for each in world.asked if each.startswith("POST")] == []
+    assert world.states == [("open", 1)] * 2
+
+
+async def test_a_write_that_fails_beside_the_pause_is_a_failure_of_the_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, count = world.kube.apply_policy_status, 0
+
+    async def later(namespace: str, name: str, status: Any, uid: str | None = None) -> bool:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise Retry(2.0, "the API server is busy")
+        return await write(namespace, name, status, uid)
+
+    monkeypatch.setattr(world.kube, "apply_policy_status", later)
+    world.bump()
+    with pytest.raises(Retry):
+        await world.run()
+    assert world.states == [("open", 2)] * 2
+    monkeypatch.undo()
+    await world.run()
+    assert world.kube.condition("PolicyVersion", "rl", "policy", "Current")[:2] == ("True", "Current")
+
+
+async def test_a_policy_that_is_deleted_during_its_change_is_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(*_: Any, **__: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(world.kube, "apply_policy_status", gone)
+    world.bump()
+    assert await world.run() == policyversion.GONE_SECONDS
+
+
+async def test_a_hung_replica_holds_one_look_for_a_moment_and_later_ones_not_at_all(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "PATIENCE_SECONDS", 0.1)
+    handle, hung, questions = world.network.handle_async_request, asyncio.Event(), []
+
+    async def hanging(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "10.0.0.2" and not hung.is_set():
+            questions.append(request.url.path.rpartition("/")[2])
+            await hung.wait()
+        return await handle(request)
+
+    monkeypatch.setattr(world.network, "handle_async_request", hanging)
+    world.bump()
+    clock = asyncio.get_running_loop().time
+    times = []
+    for _ in range(4):
+        began = clock()
+        await world.run()
+        times.append(clock() - began)
+    assert times[0] < 2.0, times
+    # The question of the first look is still open: nobody waits for its answer.
+    assert max(times[1:]) < 0.1, times
+    assert questions == ["status"]
+    (failure,) = world.status["failures"]
+    assert (failure["replica"], failure["reason"]) == ("chat-2", "Unreachable")
+    hung.set()
+    await asyncio.sleep(0.05)
+    for _ in range(3):
+        await world.run()
+    assert world.states == [("open", 2)] * 2
+    assert world.ctx.late == {}
