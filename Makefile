@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 CLUSTER ?= local
 
-.PHONY: help setup demo oracle soak test test-engines fuzz test-unit lint crds chart docs reference cluster-up cluster-down images clean
+.PHONY: help setup demo oracle soak bench test test-engines fuzz test-unit lint crds chart docs reference cluster-up cluster-down images clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -23,6 +23,9 @@ oracle: ## the long oracle: changes under faults, three replicas, every answer c
 
 soak: ## changes of policy while everything is killed and frozen, on this machine without a node (an hour at most)
 	$(PYTHON) -m bench.soak $(ARGS)
+
+bench: ## the measurements of docs/performance.md (ARGS="fanout" for one, ARGS=--help for all)
+	$(PYTHON) -m bench $(ARGS)
 
 test-engines: ## the component tests on every vLLM release that the plugin knows, and old engines in a cluster (50 GB)
 	MOONTIDE_TEST_ENGINES=all python3 -m hack.test component releases

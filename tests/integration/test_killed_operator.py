@@ -215,8 +215,8 @@ class Theatre:
         began = time.monotonic()
         self._enter(case.scenario)
         name, stage = case.scenario.name, self.stage
-        before, epoch = stage.current(name), stage.status(name)["epoch"]
-        assert before is not None
+        before = stage.wait_for("nothing is under way", lambda: stage.current(name))
+        epoch = stage.status(name)["epoch"]
         old, self._version = int(before[0]), max(self._version, int(before[0])) + 1
         ends = old if case.scenario.ends_old else self._version
         said = ""
@@ -274,9 +274,9 @@ class Theatre:
             return
         self.leave()
         self.stage.fleet(scenario.name, scenario.fences, str(self._version), **scenario.policy)
-        self.stage.wait_current(scenario.name, self._version)
         # A policy is current before its first replica has come up, too.
         self.stage.wait_for("both serve", lambda: self._open(scenario.name) == 2)
+        self.stage.wait_current(scenario.name, self._version)
         self._judge = Judge(not scenario.fences, str(scenario.policy.get("strategy", "Barrier")))
         self._scenario = scenario
         self._inspect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -262,7 +264,8 @@ class Fleet(RuleBasedStateMachine):
             pod.engine.running = 0
             if pod.terminating:
                 world.remove(pod)
-        view = protocol.View(world.spec, world.status, world.now)
+        # It comes in the seconds in which this ends, perhaps.
+        view = protocol.View(world.spec, world.status, world.now + dt.timedelta(seconds=10))
         if view.late_puts_are_over and any(epoch < view.epoch for pod in world.pods for _, epoch in pod.engine.queue):
             # A hang that outlasts the last collection: what is put after it stays, unfound, until the next change.
             world.upload()
