@@ -243,6 +243,8 @@ class Theatre:
         if case.scenario.name == "laggard":
             stage.wait_for("the laggard is closed", lambda: "closed" in {s for s, _ in self._states().values()})
             stage.double("change", names=engines, weights=str(self._version))
+            # It is current without the laggard, too.
+            stage.wait_for("both serve", lambda: self._open(name) == 2)
         if case.scenario.name == "replace":
             uid = stage.api("GET", stage.path("InferenceDeployment", name))["metadata"]["uid"]
 
