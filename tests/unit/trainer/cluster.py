@@ -22,8 +22,8 @@ SECRETS = "/api/v1/namespaces/rl/secrets/"
 class TokenWorld(World):
     """Fleets that say where their token is."""
 
-    def observe(self) -> Observed:
-        seen = super().observe()
+    def observe(self, recent: bool = False) -> Observed:
+        seen = super().observe(recent)
         return replace(seen, fleets=tuple(replace(each, token_secret=f"{each.name}-admin") for each in seen.fleets))
 
 
