@@ -87,8 +87,8 @@ def _engines(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine
     engines = Engines(cluster)
     observe = TokenWorld.observe
 
-    def with_addresses(world: TokenWorld) -> Observed:
-        seen = observe(world)
+    def with_addresses(world: TokenWorld, recent: bool = False) -> Observed:
+        seen = observe(world, recent)
         fleets = [
             replace(fleet, replicas=tuple(replace(each, address=engines.address) for each in fleet.replicas))
             for fleet in seen.fleets
