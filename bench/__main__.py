@@ -1,4 +1,4 @@
-"""The measurements of docs/performance.md: ``make bench``, or ``make bench ARGS="fanout scale"`` for some of them.
+"""The measurements of docs/performance.md: ``make bench``, or ``make bench ARGS="fanout real"`` for some of them.
 
 Each is one command, prints its tables and writes a JSON under bench/results/. Nothing passes or fails by the clock.
 """
@@ -34,7 +34,6 @@ BENCHES = (
     Bench(
         "fanout", "the pause of 2 to 2,000 replicas (fake engines)", 25, short=("--sizes", "2", "64", "--bumps", "1")
     ),
-    Bench("scale", "500 fleets and 50 pools on one API server", 15, short=("--quick",)),
     Bench(
         "real",
         "pause, hit rate, time to first token by strategy (real engines)",
