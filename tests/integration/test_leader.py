@@ -246,7 +246,8 @@ def test_a_leader_frozen_past_its_lease_changes_nothing(cast: Cast, wait_for: An
     if where == "anywhere":
         assert late == []
     else:
-        assert late == [{"step": "quiesce", "term": old, "epoch": 2, "outcome": "Fenced"}]
+        # It ends before it can send the command, unless its connection is still open: then the engine refuses it.
+        assert late in ([], [{"step": "quiesce", "term": old, "epoch": 2, "outcome": "Fenced"}])
     assert cast.policy()["metadata"]["resourceVersion"] == version
     assert cast.lease()["spec"]["holderIdentity"].startswith("second_")
     cast.bump(10)
