@@ -144,7 +144,7 @@ async def engine_status(
 
 
 def _said(body: dict[str, Any]) -> EngineStatus | None:
-    """The status that comes with the answer to a command; engines before plugin 0.2 and wipers send none."""
+    """The status that comes with the answer to a command; wipers and engines with an older plugin send none."""
     try:
         return EngineStatus.model_validate(body["status"])
     except (KeyError, ValidationError):

@@ -22,6 +22,7 @@ from moontide.resources.sources import FETCH_CONTAINER
 
 PATIENCE_SECONDS = 1.0
 """How long a look waits for a next answer, once it has one, before those that are left count as silent."""
+REMEMBERED_FLEETS = 2048
 _USUAL = (None, "ContainerCreating", "PodInitializing")
 """What the kubelet says of containers that wait for their turn."""
 
@@ -220,6 +221,9 @@ async def _pods(ctx: Context, deployment: Resource[InferenceDeployment], home: s
         return unasked(pod, meta, home) if owned(pod) else None
 
     selector = labels.selector(labels.engine_labels(meta.name))
+    if len(ctx.pods) > REMEMBERED_FLEETS:
+        # Those that were deleted are among them.
+        ctx.pods.clear()
     seen = ctx.pods.setdefault((meta.uid, home), {})
     found: list[Replica | None] = await ctx.kube.read_pods(meta.namespace, selector, convert, seen)
     rotations = tokens.rotations(deployment)

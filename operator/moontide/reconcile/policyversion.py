@@ -72,14 +72,14 @@ async def _turn(ctx: Context, this: Round) -> float | None:
     observed = Observed(fleets, ctx.now(), meta.uid)
     plan = protocol.plan(policy.model.spec, meta.generation, before, observed)
     await this.write(plan.status)
-    this.tell(_tell(ctx, policy, plan))
-    if not plan.actions:
-        this.keep(fleets)
-        return None if plan.requeue_after == 0.0 else plan.requeue_after
+    this.tell(lambda: _tell(ctx, policy, plan))
     if all(isinstance(action, Collect) for action in plan.actions):
         this.keep(fleets)
+    if not plan.actions:
+        return None if plan.requeue_after == 0.0 else plan.requeue_after
     results, began = await _act(ctx, this, list(plan.actions))
-    this.tell(_report(ctx, policy, this.followers, plan.status, results, began))
+    followers = this.followers
+    this.tell(lambda: _report(ctx, policy, followers, plan.status, results, began))
     await this.write(protocol.record(plan.status, results, ctx.now()))
     return None if any(result.success for result in results) else plan.requeue_after
 

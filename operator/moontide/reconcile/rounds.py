@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
 from moontide.engines.client import fan_out
@@ -99,7 +99,10 @@ class Round:
 
         Raises :class:`Gone`, and :class:`moontide.errors.Retry` of this write or an earlier one.
         """
-        if status != self.status:
+        if status == self.status:
+            # Nothing is written, and who has just begun to lead has not counted what there is.
+            self._ctx.metrics.policy(self._namespace, self._name, status, status)
+        else:
             before, self.status = self.status, status
             self._writing = asyncio.ensure_future(self._write(self._writing, before, status))
         if protocol.must_precede(self._written, self.status):
@@ -120,13 +123,13 @@ class Round:
         # What could not be written is looked at again, and would count twice.
         self._ctx.metrics.policy(meta.namespace, meta.name, before, status)
 
-    def tell(self, telling: Awaitable[None]) -> None:
+    def tell(self, telling: Callable[[], Awaitable[None]]) -> None:
         """Logs and Events, in order, beside what comes next."""
 
         async def one(earlier: asyncio.Task[None] | None) -> None:
             if earlier is not None:
                 await earlier
-            await telling
+            await telling()
 
         self._telling = asyncio.ensure_future(one(self._telling))
 

@@ -98,6 +98,40 @@ async def test_a_pause_waits_for_no_write_but_that_of_its_epoch(world: World, mo
     assert world.status["replicas"]["summary"] == "2/2"
 
 
+async def test_a_mark_has_the_pods_read_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then a silent engine whose pod was just marked would be taken for one that never served."""
+    fleet = world.kube.objects["InferenceDeployment", "rl", "chat"]
+    world.pod(fleet, "chat-3", "10.0.0.3")
+    handle, marks = world.network.handle_async_request, []
+    ask = fleets.ask
+
+    async def looked(ctx: Any, listed: Any, home: str, known: Any = None) -> Any:
+        found = await ask(ctx, listed, home, known)
+        marks.append([each.may_have_served for each in found.replicas if each.pod == "chat-3"])
+        return found
+
+    async def silent_once_admitted(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "10.0.0.3" and world.kube.annotated[-1:] == [("rl", "chat-3")]:
+            raise httpx.ConnectError("refused")
+        return await handle(request)
+
+    monkeypatch.setattr("moontide.reconcile.rounds.ask", looked)
+    monkeypatch.setattr(world.network, "handle_async_request", silent_once_admitted)
+    world.bump()
+    await world.run()
+    assert world.kube.annotated[-1] == ("rl", "chat-3")
+    assert marks[0] == [False]
+    assert marks[-1] == [True]
+
+
+async def test_an_operator_that_finds_a_policy_at_rest_counts_it(world: World) -> None:
+    world.ctx.metrics.gone("PolicyVersion", "rl", "policy")
+    name, labels = "moontide_policy_epoch", {"namespace": "rl", "policy": "policy"}
+    assert world.ctx.metrics.registry.get_sample_value(name, labels) is None
+    await world.run()
+    assert world.ctx.metrics.registry.get_sample_value(name, labels) == 1
+
+
 async def test_an_epoch_that_cannot_be_written_is_heard_of_by_nobody(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

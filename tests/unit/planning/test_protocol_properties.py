@@ -136,6 +136,8 @@ class Fleet(RuleBasedStateMachine):
                 for pod in self.world.fleets[action.fleet.name]:
                     served = pod.mark == pod.container
                     assert not served or (not pod.engine.queue and pod.engine.state != "open")
+                    # Who has hung since it said that it was drained has nothing left to write.
+                    assert not served or not pod.engine.hung or pod.uid in self.world.believed
             if isinstance(action, Command) and action.step is Step.RESUME and self.world.spec.strategy == "Barrier":
                 self.check_alone(action)
                 if self.world.spec.on_store_failure == "Hold":

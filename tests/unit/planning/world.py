@@ -125,6 +125,8 @@ class World:
     """Seconds of a clock that never jumps back."""
     heard: dict[str, tuple[float, EngineStatus]] = field(default_factory=dict)
     """By pod uid: what an engine said of itself with its last answer, and when."""
+    believed: frozenset[str] = frozenset()
+    """Pod uids of those whose last answer stood for a question in the last look."""
     listed: tuple[float, tuple[Fleet, ...]] | None = None
     """The pods of the last list, and when that was."""
 
@@ -232,6 +234,7 @@ class World:
             )
         heard = {uid: said for uid, (at, said) in self.heard.items() if self.elapsed - at <= HEARD_SECONDS}
         self.heard.clear()
+        self.believed = frozenset(heard) if recent else frozenset()
         now = {pod.uid: pod for pod in self.pods}
         fleets = []
         for fleet in self.listed[1]:
