@@ -60,16 +60,6 @@ def record_of(actions: list[Action]) -> str:
     return f"write of the record of {'+'.join(sorted({protocol.step_of(action).value for action in actions}))}"
 
 
-def meant(wanted: str, effect: str) -> bool:
-    """Whether an effect is the one to die of. Replicas that should move at one look may do so one look apart on a busy
-    machine: of a plan's write for several steps, the last of them decides."""
-    head = "write of the plan to "
-    steps = wanted.removeprefix(head).split("+")
-    if not (wanted.startswith(head) and effect.startswith(head) and len(steps) > 1):
-        return wanted == effect
-    return steps[-1] in effect.removeprefix(head).split("+")
-
-
 class Reaper:
     """Tells of effects, and kills this process at the point that the file names."""
 
@@ -92,7 +82,7 @@ class Reaper:
             point = Point(**json.loads(self._armed.read_text()))
         except FileNotFoundError:
             return ""
-        return point.when if meant(point.effect, effect) and self._generation.get() >= point.generation else ""
+        return point.when if point.effect == effect and self._generation.get() >= point.generation else ""
 
     def die(self) -> NoReturn:
         if not self._modules.exists():
