@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--controller-manager", action="store_true", help="with --control-plane-only: run the controller manager too"
     )
+    up.add_argument("--audit-policy", type=Path, help="with --control-plane-only: log the requests that it asks for")
     up.add_argument(
         "--gpus", type=int, default=defaults.DEFAULT_GPUS, help="fake GPUs of the node (default: %(default)s)"
     )
@@ -206,6 +207,7 @@ def _new_settings(options: argparse.Namespace) -> Settings:
             controller_manager=options.controller_manager,
             gpus=0,
             ports=defaults.free_ports(),
+            audit_policy=str(options.audit_policy.absolute()) if options.audit_policy is not None else "",
         )
     return Settings(name=options.name, gpus=options.gpus)
 

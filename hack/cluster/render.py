@@ -73,6 +73,7 @@ def apiserver(settings: Settings, bin_dir: Path) -> list[str]:
         f"--proxy-client-cert-file={pki}/front-proxy.crt",
         f"--proxy-client-key-file={pki}/front-proxy.key",
         "--profiling=false",
+        *(_audit(settings) if settings.audit_policy else ()),
     ]
     if settings.control_plane_only:
         # No pod will ever look for the API server, and a loopback address is no valid endpoint.
@@ -86,6 +87,12 @@ def apiserver(settings: Settings, bin_dir: Path) -> list[str]:
         "--kubelet-preferred-address-types=InternalIP",
         "--allow-privileged=true",
     ]
+
+
+def _audit(settings: Settings) -> list[str]:
+    # One file, however long.
+    log = (f"--audit-log-path={settings.audit_log}", "--audit-log-maxsize=100000")
+    return [f"--audit-policy-file={settings.audit_policy}", *log]
 
 
 def controller_manager(settings: Settings, bin_dir: Path) -> list[str]:

@@ -71,6 +71,8 @@ class Settings:
     controller_manager: bool = True
     gpus: int = DEFAULT_GPUS
     ports: Ports = Ports()
+    audit_policy: str = ""
+    """Path of a policy by which the API server logs requests; empty: it logs none."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -130,6 +132,11 @@ class Settings:
     def log_dir(self) -> Path:
         """One log a component."""
         return self.run_dir / "log"
+
+    @property
+    def audit_log(self) -> Path:
+        """Requests that `audit_policy` asks to log, as JSON, one event a line."""
+        return self.log_dir / "audit.json"
 
     @property
     def kubeconfig(self) -> Path:

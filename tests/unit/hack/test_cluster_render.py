@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,13 @@ def test_a_control_plane_uses_its_own_ports_and_publishes_no_endpoint() -> None:
     assert "--etcd-servers=http://127.0.0.1:1" in command
     assert "--endpoint-reconciler-type=none" in command
     assert not any("kubelet" in argument for argument in command)
+
+
+def test_requests_are_logged_only_where_a_policy_asks_for_it() -> None:
+    assert not any(argument.startswith("--audit") for argument in render.apiserver(PLANE, BIN))
+    command = render.apiserver(replace(PLANE, audit_policy="/policy"), BIN)
+    assert "--audit-policy-file=/policy" in command
+    assert f"--audit-log-path={PLANE.audit_log}" in command
 
 
 def test_admission_keeps_the_default_plugins() -> None:
