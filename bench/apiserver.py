@@ -11,8 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -179,15 +178,6 @@ class Connections:
                 mine.add(os.readlink(f"/proc/{self._pid}/fd/{name}"))
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         return {row[1] for row in rows if row[2].endswith(self._port) and f"socket:[{row[9]}]" in mine}
-
-
-def until(what: str, look: Callable[[], bool], seconds: float, pause: float = 0.5) -> None:
-    """Wait until ``look`` is true. SystemExit after ``seconds``."""
-    ends = time.monotonic() + seconds
-    while not look():
-        if time.monotonic() > ends:
-            raise SystemExit(f"not within {seconds:.0f} s: {what}")
-        time.sleep(pause)
 
 
 def quantile(values: Sequence[float], part: float) -> float:

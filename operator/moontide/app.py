@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
 import aiohttp.web
@@ -34,8 +34,11 @@ from moontide.handlers.routes import Routes
 from moontide.hook import server as hook
 from moontide.kube import tokens
 from moontide.kube.client import GuardedClient, Kube
-from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL
+from moontide.kube.kinds import DEPLOYMENT, KINDS, POLICY, POOL
 from moontide.kube.lease import KubeLease
+from moontide.kube.sight import Key as ObjectKey
+from moontide.kube.sight import Seen, Sight
+from moontide.kube.watched import WatchedKube
 from moontide.leader import Identity, Leader
 from moontide.metrics import Metrics
 from moontide.reconcile import inferencedeployment, kvcachepool, policyversion
@@ -47,6 +50,10 @@ T = TypeVar("T")
 
 EXIT_LOST = 3
 """Exit status of a leader that lost its Lease."""
+
+REPAIR_RESYNCS = 5
+"""Resyncs after which what is not watched, such as a Secret, is applied again: who runs has what it needs of it, and
+for who starts it is applied at once."""
 
 Reconcile = Callable[[Context, str, str], Awaitable[float]]
 
@@ -115,20 +122,30 @@ def lost(reason: str) -> NoReturn:
 async def lead(config: Config, metrics: Metrics, health: Health, stop: asyncio.Event) -> None:
     """Watch and reconcile until ``stop``. When this returns or raises, no reconcile runs any more."""
     term = health.leader.term
-    async with GuardedClient(term) as api, new_http_client() as http:
+    async with GuardedClient(term, metrics.asked) as api, new_http_client() as http:
         kube = Kube(api)
         root = await first(stop, root_tokens(kube, config.namespace))
         if root is None:
             return
         context = Context(kube=kube, http=http, tokens=root, term=term, config=config, metrics=metrics)
-        loops = Loops(lambda key: reconcile(context, key), resync=config.resync_seconds)
+        watched = WatchedKube(api, Sight(), config.resync_seconds * REPAIR_RESYNCS)
+        looking = replace(context, kube=watched)
+
+        async def run_one(key: Key) -> float:
+            # What engines serve depends on a policy's reconcile: it reads from the API server itself, and never waits.
+            if key.kind == POLICY.kind:
+                return await reconcile(context, key)
+            await watched.begun.wait()
+            return await reconcile(looking, key)
+
+        loops = Loops(run_one, resync=config.resync_seconds)
         metrics.loops.set_function(lambda: len(loops))
         metrics.woken.set_function(loops.queue_age)
         metrics.running.set_function(loops.running_age)
         health.loops = loops
         handing = asyncio.create_task(hand_over(stop, loops, health.leader), name="hand over")
         try:
-            await watch(config, loops, context, health.watching, stop)
+            await watch(config, loops, looking, watched, health.watching, stop)
         finally:
             stop.set()
             await handing
@@ -141,12 +158,22 @@ async def hand_over(stop: asyncio.Event, loops: Loops, leader: Leader) -> None:
     await leader.release()
 
 
-async def watch(config: Config, loops: Loops, context: Context, ready: asyncio.Event, stop: asyncio.Event) -> None:
-    """Run kopf until ``stop``. Raises when a watch has ended."""
+async def watch(
+    config: Config, loops: Loops, context: Context, kube: WatchedKube, ready: asyncio.Event, stop: asyncio.Event
+) -> None:
+    """Run kopf until ``stop``; ``kube`` is told what it sees. Raises when a watch has ended."""
     before = asyncio.all_tasks()
-    insights = Insights()
+    insights, routes = Insights(), Routes(loops)
+
+    def gone(key: ObjectKey, seen: Seen) -> None:
+        kind = next((each.kind for each in KINDS if each.plural == key[0]), None)
+        if kind is None:
+            routes.child(key[1], seen.labels)
+        else:
+            routes.resource(kind, key[1], key[2], seen.body or {}, deleted=True)
+
     tasks = await kopf.spawn_tasks(
-        registry=observe.registry(Routes(loops)),
+        registry=observe.registry(routes, kube.sight),
         settings=observe.settings(cluster_wide=not config.watch_namespace),
         memo=context,
         clusterwide=not config.watch_namespace,
@@ -157,7 +184,9 @@ async def watch(config: Config, loops: Loops, context: Context, ready: asyncio.E
     )
     listen(stop)  # kopf has put its own handlers in place of ours.
     guarding = asyncio.create_task(observe.guard(insights, stop), name="guard of the watches")
-    await kopf.run_tasks([*tasks, guarding], ignored=before)
+    honest = kube.keep_honest(config.watch_namespace, gone)
+    comparing = asyncio.create_task(honest, name="comparison of the watches")
+    await kopf.run_tasks([*tasks, guarding, comparing], ignored=before)
 
 
 def listen(stop: asyncio.Event) -> None:

@@ -22,6 +22,7 @@ from moontide.api.v1alpha1 import (
     PolicyVersionStatus,
     Update,
 )
+from moontide.kube.client import asked_for
 from moontide.planning import protocol
 from moontide.planning.model import Collect, Result, Wipe
 from moontide.status import parse_timestamp
@@ -144,6 +145,12 @@ class Metrics:
         self.hook = Counter(
             "moontide_hook_requests", "Requests to the hook by verb and status.", ["verb", "status"], registry=registry
         )
+        self._asked = Counter(
+            "moontide_api_requests",
+            "Requests to the API server but those of the watches and the Lease, by method and resource.",
+            ["method", "resource"],
+            registry=registry,
+        )
         self._steps = Counter(
             "moontide_steps",
             "Calls to engines and wipers: done, failed, or waited (nobody's fault: they are made again).",
@@ -178,6 +185,10 @@ class Metrics:
         )
         self._resources = _Resources(self.now)
         registry.register(self._resources)
+
+    def asked(self, method: str, url: str) -> None:
+        """Count a request to the API server."""
+        self._asked.labels(*asked_for(method, url)).inc()
 
     def acted(self, results: Iterable[Result]) -> None:
         """Count what came of the actions of one plan."""

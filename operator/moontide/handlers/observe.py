@@ -13,13 +13,16 @@ from moontide import labels
 from moontide.api.v1alpha1 import GROUP, VERSION
 from moontide.handlers.routes import Routes
 from moontide.kube.kinds import KINDS
+from moontide.kube.sight import Sight
 
 CHILDREN = (("", "v1", "pods"), ("apps", "v1", "deployments"), ("", "v1", "services"), ("", "v1", "configmaps"))
 """Kinds of children that are watched. Secrets are not: the operator may not read them; a resync repairs them."""
 
+PLURALS = {each.kind: each.plural for each in KINDS}
 
-def registry(routes: Routes) -> kopf.OperatorRegistry:
-    """The handlers of one operator process."""
+
+def registry(routes: Routes, sight: Sight) -> kopf.OperatorRegistry:
+    """The handlers of one operator process. What they see is kept in ``sight``, too."""
     made = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=made)
@@ -39,15 +42,31 @@ def registry(routes: Routes) -> kopf.OperatorRegistry:
             **_: Any,
         ) -> None:
             if namespace is not None:
+                sight.saw(PLURALS[param], body, type == "DELETED")
                 routes.resource(param, namespace, name, body, deleted=type == "DELETED")
 
     for group, version, plural in CHILDREN:
 
         @kopf.on.event(
-            group, version, plural, registry=made, labels={labels.MANAGED_BY: labels.MANAGER}, id=f"see-{plural}"
+            group,
+            version,
+            plural,
+            registry=made,
+            labels={labels.MANAGED_BY: labels.MANAGER},
+            param=plural,
+            id=f"see-{plural}",
         )
-        async def child(*, namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
-            if namespace is not None:
+        async def child(
+            *,
+            namespace: str | None,
+            labels: Mapping[str, str],
+            body: Mapping[str, Any],
+            type: str | None,
+            param: Any = None,
+            **_: Any,
+        ) -> None:
+            # What the operator's own apply made of it is nothing new.
+            if namespace is not None and sight.saw(param, body, type == "DELETED"):
                 routes.child(namespace, labels)
 
     return made

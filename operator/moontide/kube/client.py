@@ -13,6 +13,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, cast
+from urllib.parse import urlsplit
 
 from kubernetes.aio import client as k8s
 from kubernetes.aio.client.exceptions import ApiException
@@ -113,23 +114,34 @@ def parse(kind: Kind[T], body: dict[str, Any]) -> Resource[T]:
     return Resource(meta=meta, model=model, kind=kind.kind)
 
 
-class GuardedClient(k8s.ApiClient):
-    """An API client that calls ``allow`` right before each request that may write."""
+def asked_for(method: str, url: str) -> tuple[str, str]:
+    """What a request is about: its method, and the resource (with its subresource) as RBAC names it."""
+    parts = urlsplit(url).path.strip("/").split("/")
+    rest = parts[2:] if parts[0] == "api" else parts[3:]
+    if rest[:1] == ["namespaces"] and len(rest) > 2:
+        rest = rest[2:]
+    return method.lower(), "/".join(rest[::2][:2])
 
-    def __init__(self, allow: Callable[[], object]) -> None:
+
+class GuardedClient(k8s.ApiClient):
+    """An API client that calls ``allow`` right before each request that may write, and ``count`` before each."""
+
+    def __init__(self, allow: Callable[[], object], count: Callable[[str, str], object] = lambda *_: None) -> None:
         configuration = k8s.Configuration.get_default_copy()
         configuration.client_session_kwargs = {"middlewares": (readable_as_yaml,)}
         super().__init__(configuration)
         self._allow = allow
+        self._count = count
 
-    async def call_api(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call_api(self, method: str, url: str, *args: Any, **kwargs: Any) -> Any:
         if method != "GET":
             self._allow()
-        return await super().call_api(method, *args, **kwargs)
+        self._count(method, url)
+        return await super().call_api(method, url, *args, **kwargs)
 
 
 class Kube:
-    """The operator's API client. One instance serves the whole process."""
+    """The operator's API client. Every read asks the API server."""
 
     def __init__(self, api: k8s.ApiClient) -> None:
         self._core = k8s.CoreV1Api(api)
@@ -289,7 +301,12 @@ class Kube:
             _content_type=APPLY,
             _request_timeout=REQUEST_SECONDS,
         )
-        return await found_or_none(f"apply status of {kind.kind} {namespace}/{name}", asked) is not None
+        written = await found_or_none(f"apply status of {kind.kind} {namespace}/{name}", asked)
+        self._wrote(kind, written)
+        return written is not None
+
+    def _wrote(self, kind: Kind[Any], body: Any) -> None:
+        """The API server has the object like this now; None: it has none."""
 
     # Children --------------------------------------------------------------------------------------------------
 
@@ -306,27 +323,31 @@ class Kube:
             if not isinstance(child, k8s.V1Secret):
                 await self._check_owner(child)
         for child, body in bodies:
-            name, namespace, _ = _identity(child)
-            what = f"apply {child.kind} {namespace}/{name}"
-            if isinstance(child, groups.Group):
-                await self._apply_group(child, what)
-                continue
-            if isinstance(child, k8s.V1Secret) and await self._created_secret(child, what):
-                continue
-            with mapped(what):
-                await self._patcher(child)(
-                    name,
-                    namespace,
-                    body,
-                    field_manager=MANAGER,
-                    field_validation="Strict",
-                    force=True,
-                    _content_type=APPLY,
-                    _request_timeout=REQUEST_SECONDS,
-                )
+            await self._apply(child, body)
 
-    async def _created_secret(self, child: k8s.V1Secret, what: str) -> bool:
-        """Create ``child`` where its name is free. Returns False when it exists and its owner controls it.
+    async def _apply(self, child: Child, body: Any) -> Any:
+        """Apply one. Returns it as the API server has it now; None of a group."""
+        name, namespace, _ = _identity(child)
+        what = f"apply {child.kind} {namespace}/{name}"
+        if isinstance(child, groups.Group):
+            await self._apply_group(child, what)
+            return None
+        if isinstance(child, k8s.V1Secret) and (made := await self._created_secret(child, what)) is not None:
+            return made
+        with mapped(what):
+            return await self._patcher(child)(
+                name,
+                namespace,
+                body,
+                field_manager=MANAGER,
+                field_validation="Strict",
+                force=True,
+                _content_type=APPLY,
+                _request_timeout=REQUEST_SECONDS,
+            )
+
+    async def _created_secret(self, child: k8s.V1Secret, what: str) -> k8s.V1Secret | None:
+        """Create ``child`` where its name is free. Returns None when it exists and its owner controls it.
 
         The operator may not read Secrets. Where the name is taken, an apply that sets nothing and is a dry run tells
         whose it is.
@@ -334,10 +355,10 @@ class Kube:
         name, namespace, owner = _identity(child)
         with mapped(what):
             try:
-                await self._core.create_namespaced_secret(
+                made: k8s.V1Secret = await self._core.create_namespaced_secret(
                     namespace, child, field_manager=MANAGER, _request_timeout=REQUEST_SECONDS
                 )
-                return True
+                return made
             except ApiException as error:
                 if error.status != 409:
                     raise
@@ -354,7 +375,7 @@ class Kube:
             )
         if not _controls(owner, seen.metadata):
             raise _taken(child)
-        return False
+        return None
 
     async def _apply_group(self, child: groups.Group, what: str) -> None:
         name, namespace, _ = _identity(child)
