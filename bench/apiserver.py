@@ -49,6 +49,17 @@ class Client:
 
     def __call__(self, method: str, path: str, body: object = None) -> Any:
         """The answer's body. RuntimeError with what it said when it is no success."""
+        try:
+            status, text = self._ask(method, path, body)
+        except (OSError, http.client.HTTPException):
+            # The API server ends connections that were idle.
+            self._local.connection = None
+            status, text = self._ask(method, path, body)
+        if status >= 300:
+            raise RuntimeError(f"{method} {path}: {status} {text.decode()[:1000]}")
+        return json.loads(text)
+
+    def _ask(self, method: str, path: str, body: object) -> tuple[int, bytes]:
         connection = getattr(self._local, "connection", None)
         if connection is None:
             connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=60, context=self._tls)
@@ -56,10 +67,7 @@ class Client:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         connection.request(method, path, None if body is None else json.dumps(body), {"content-type": kind})
         answer = connection.getresponse()
-        text = answer.read()
-        if answer.status >= 300:
-            raise RuntimeError(f"{method} {path}: {answer.status} {text.decode()[:1000]}")
-        return json.loads(text)
+        return answer.status, answer.read()
 
     def each(self, method: str, requests: Iterable[tuple[str, object]]) -> list[Any]:
         """One request for each path and body, eight at a time."""

@@ -43,6 +43,8 @@ API = "moontide.dev/v1alpha1"
 USER = f"system:serviceaccount:{SYSTEM}:{SERVICE_ACCOUNT}"
 FLEETS, POOLS = "inferencedeployments", "kvcachepools"
 LEASE = "leases"
+TAIL = 3.0
+"""Seconds after a phase in which requests and CPU time are still counted."""
 PROFILED = """
 import cProfile, pstats, sys
 profile = cProfile.Profile()
@@ -166,22 +168,24 @@ class World:
 
 
 class Subject:
-    """One operator at work in a world: what it costs from one call of :meth:`measured` to the next."""
+    """One controller at work: what it costs from one call of :meth:`measured` to the next."""
 
-    def __init__(self, world: World, operator: Operator) -> None:
-        self.world = world
-        self.operator = operator
-        self.objects = len(world.fleets) + len(world.pools)
+    def __init__(self, made: Plane, pid: int, user: str = USER) -> None:
+        self.plane = made
+        self.pid = pid
+        self.user = user
 
     def measured(self, work: Callable[[], list[float]], objects: int) -> Object:
         """Do ``work``; requests for each of ``objects`` while it lasted, without those of the election."""
-        audit, pid = self.world.plane.audit, self.operator.pid
-        server = self.world.plane.pid("kube-apiserver")
+        audit, pid = self.plane.audit, self.pid
+        server = self.plane.pid("kube-apiserver")
         audit.read()
         cpu, theirs, began = cpu_seconds(pid), cpu_seconds(server), time.monotonic()
         times = work()
         took = time.monotonic() - began
-        found = audit.count(USER)
+        # What is under way belongs to it.
+        time.sleep(TAIL)
+        found = audit.count(self.user)
         lease = sum(count for (_, resource, _), count in found.items() if resource == LEASE)
         rows = [{"verb": verb, "resource": what, "status": code, "count": n} for (verb, what, code), n in found.items()]
         total = sum(found.values()) - lease
@@ -193,7 +197,7 @@ class Subject:
             "requests": total,
             "of_the_election": lease,
             "requests_each": total / objects,
-            "requests_a_second": total / took,
+            "requests_a_second": total / (took + TAIL),
             "cpu_seconds": cpu_seconds(pid) - cpu,
             "apiserver_cpu_seconds": cpu_seconds(server) - theirs,
             "rss_mib": resident_mib(pid),
@@ -234,9 +238,8 @@ def first_reconcile(world: World, began: float) -> float:
     return float("nan")
 
 
-def watch_pods(subject: Subject, count: int) -> Object:
+def watch_pods(world: World, pid: int, count: int) -> Object:
     """Create pods with the labels of fleets' engines; what the operator's memory grows by for a thousand."""
-    world, pid = subject.world, subject.operator.pid
     before = resident_mib(pid)
     requests = []
     for number in range(count):
@@ -255,9 +258,23 @@ def watch_pods(subject: Subject, count: int) -> Object:
     return {"pods": count, "before_mib": before, "after_mib": after, "mib_a_thousand": (after - before) / count * 1000}
 
 
-def churn(subject: Subject, minutes: float) -> list[Object]:
+def restarting(subject: Subject, operator: Operator, seconds: float) -> Object:
+    """End it and start it: what it costs to look at all there is, in ``seconds`` from when it is ready."""
+    operator.stop()
+    operator.start()
+    subject.pid = operator.pid
+
+    def resting() -> list[float]:
+        time.sleep(seconds)
+        return []
+
+    return subject.measured(resting, 1)
+
+
+def churn(world: World, pid: int, minutes: float) -> list[Object]:
     """Changes, deletions and creations, round and round. Memory after each round."""
-    world, rows, began = subject.world, [], time.monotonic()
+    rows: list[Object] = []
+    began = time.monotonic()
     number = 100
     while time.monotonic() - began < minutes * 60:
         number += 1
@@ -266,7 +283,7 @@ def churn(subject: Subject, minutes: float) -> list[Object]:
         world.api.each("DELETE", [(world.path(FLEETS, *one), None) for one in some])
         world.api.each("POST", [(world.path(FLEETS, where), world.fleet(where, name)) for where, name in some])
         world.settle(600)
-        rows.append({"minutes": (time.monotonic() - began) / 60, "rss_mib": resident_mib(subject.operator.pid)})
+        rows.append({"minutes": (time.monotonic() - began) / 60, "rss_mib": resident_mib(pid)})
         print(f"  churn {rows[-1]['minutes']:5.1f} min {rows[-1]['rss_mib']:7.1f} MiB", flush=True)
     return rows
 
@@ -324,8 +341,8 @@ def measure(label: str, tree: Path, options: argparse.Namespace, folder: Path) -
             row["first_reconcile_seconds"] = first_reconcile(world, began)
             made.api("DELETE", world.path(POOLS, world.namespaces[0], "first"))
             row["idle_mib"] = resident_mib(operator.pid)
-            subject = Subject(world, operator)
-            row["objects"] = subject.objects
+            subject, objects = Subject(made, operator.pid), len(world.fleets) + len(world.pools)
+            row["objects"] = objects
             counted = Connections(operator.pid, made.api.port)
 
             def creating() -> list[float]:
@@ -340,20 +357,23 @@ def measure(label: str, tree: Path, options: argparse.Namespace, folder: Path) -
                 time.sleep(options.rest)
                 return []
 
-            row["create"] = subject.measured(creating, subject.objects)
+            row["create"] = subject.measured(creating, objects)
             say("create", row["create"])
             row["change"] = subject.measured(changing, len(world.fleets))
             say("change", row["change"])
+            if options.restart:
+                row["restart"] = restarting(subject, operator, options.restart)
+                say("restart", row["restart"])
             row["connections"] = {"opened": len(counted.seen), "at_once": counted.most}
             counted.close()
             time.sleep(options.calm)
-            row["rest"] = subject.measured(resting, subject.objects)
+            row["rest"] = subject.measured(resting, objects)
             say("rest", row["rest"])
             if options.pods:
-                row["pods"] = watch_pods(subject, options.pods)
+                row["pods"] = watch_pods(world, operator.pid, options.pods)
                 print(f"  pods {row['pods']}", flush=True)
             if options.churn:
-                row["churn"] = churn(subject, options.churn)
+                row["churn"] = churn(world, operator.pid, options.churn)
                 row["churn_mib_an_hour"] = slope(row["churn"])
         finally:
             operator.stop()
@@ -377,33 +397,49 @@ LINES: tuple[tuple[str, Callable[[Object], str]], ...] = (
     ("start to the first write, s", lambda row: f"{row['first_reconcile_seconds']:.1f}"),
     ("of it imports, s", lambda row: f"{row['imports']['seconds']:.1f}"),
     ("memory before any object, MiB", lambda row: f"{row['idle_mib']:.0f}"),
-    ("create all: until all have converged, s", lambda row: f"{row['create']['seconds']:.1f}"),
-    ("... objects that have, of all", lambda row: f"{row['create']['converged']} of {row['objects']}"),
-    ("... the median object, s", lambda row: f"{row['create']['p50']:.1f}"),
-    ("... requests an object", lambda row: f"{row['create']['requests_each']:.1f}"),
-    ("... CPU of the operator, s", lambda row: f"{row['create']['cpu_seconds']:.1f}"),
-    ("... CPU of the API server, s", lambda row: f"{row['create']['apiserver_cpu_seconds']:.1f}"),
-    ("change every fleet: until all have converged, s", lambda row: f"{row['change']['seconds']:.1f}"),
-    ("... the median fleet, s", lambda row: f"{row['change']['p50']:.1f}"),
-    ("... requests a fleet", lambda row: f"{row['change']['requests_each']:.1f}"),
-    ("... CPU of the operator, s", lambda row: f"{row['change']['cpu_seconds']:.1f}"),
-    ("at rest: requests a second", lambda row: f"{row['rest']['requests_a_second']:.1f}"),
-    ("... CPU of the operator, % of a core", lambda row: f"{_share(row['rest'], 'cpu_seconds'):.1f}"),
-    ("... CPU of the API server, % of a core", lambda row: f"{_share(row['rest'], 'apiserver_cpu_seconds'):.1f}"),
-    ("memory with all objects, MiB", lambda row: f"{row['rest']['rss_mib']:.0f}"),
-    ("... for a thousand pods more, MiB", lambda row: f"{row['pods']['mib_a_thousand']:.1f}" if "pods" in row else ""),
-    ("connections opened, at once", lambda row: "{opened}, {at_once}".format(**row["connections"])),
+    ("**create all**: until all have converged, s", lambda row: _time(row, "create")),
+    ("the median object, s", lambda row: f"{row['create']['p50']:.1f}"),
+    ("requests for each", lambda row: f"{row['create']['requests_each']:.1f}"),
+    ("CPU of the controller, s", lambda row: f"{row['create']['cpu_seconds']:.1f}"),
+    ("CPU of the API server, s", lambda row: f"{row['create']['apiserver_cpu_seconds']:.1f}"),
+    ("**change the spec of each fleet**: until all have converged, s", lambda row: _time(row, "change")),
+    ("the median fleet, s", lambda row: f"{row['change']['p50']:.1f}"),
+    ("requests for each", lambda row: f"{row['change']['requests_each']:.1f}"),
+    ("CPU of the controller, s", lambda row: f"{row['change']['cpu_seconds']:.1f}"),
+    ("CPU of the API server, s", lambda row: f"{row['change']['apiserver_cpu_seconds']:.1f}"),
+    ("**at rest**: requests a second", lambda row: f"{row['rest']['requests_a_second']:.1f}"),
+    ("CPU of the controller, % of a core", lambda row: f"{_share(row['rest'], 'cpu_seconds'):.1f}"),
+    ("CPU of the API server, % of a core", lambda row: f"{_share(row['rest'], 'apiserver_cpu_seconds'):.1f}"),
+    ("**restart with all there**: requests in all", lambda row: f"{row['restart']['requests']}"),
+    ("CPU of the controller, s", lambda row: f"{row['restart']['cpu_seconds']:.1f}"),
+    ("**memory** with all objects, MiB", lambda row: f"{row['rest']['rss_mib']:.0f}"),
+    ("for a thousand pods more, MiB", lambda row: f"{row['pods']['mib_a_thousand']:.1f}"),
+    ("an hour of churn, MiB", lambda row: f"{row['churn_mib_an_hour']:+.1f}"),
+    ("**connections** opened, at once", lambda row: "{opened}, {at_once}".format(**row["connections"])),
 )
 
 
+def _time(row: Object, phase: str) -> str:
+    found, all_ = row[phase], row["objects"]
+    done, took = found["converged"], f"{found['seconds']:.0f}"
+    return took if done >= all_ or (phase == "change" and done) else f"{done} of {all_} in {took}"
+
+
+def _cell(row: Object, text: Callable[[Object], str]) -> str:
+    try:
+        return text(row)
+    except KeyError:
+        return ""
+
+
 def _share(found: Object, key: str) -> float:
-    return float(100 * found[key] / found["seconds"])
+    return float(100 * found[key] / (found["seconds"] + TAIL))
 
 
 def table(rows: Sequence[Object]) -> str:
     """For people, as Markdown."""
     made = [f"| | {' | '.join(row['label'] for row in rows)} |", f"| --- |{' --- |' * len(rows)}"]
-    made += [f"| {title} | {' | '.join(text(row) for row in rows)} |" for title, text in LINES]
+    made += [f"| {title} | {' | '.join(_cell(row, text) for row in rows)} |" for title, text in LINES]
     return "\n".join(made)
 
 
@@ -437,7 +473,10 @@ def main() -> int:
         "--patience", type=float, default=300.0, help="seconds in which all must converge (default 300)"
     )
     parser.add_argument("--against", help="a revision to measure first, in the same run")
-    parser.add_argument("--only-against", action="store_true", help="measure nothing but that revision")
+    parser.add_argument("--without", action="store_true", help="measure not the tree as it is, only what else is named")
+    parser.add_argument("--restart", type=float, default=30.0, help="seconds to count after a restart (default 30)")
+    parser.add_argument("--peer-binary", type=Path, help="LeaderWorkerSet's manager, to measure beside")
+    parser.add_argument("--peer-crds", type=Path, help="folder of its CRDs")
     parser.add_argument("--profile", type=Path, help="folder for a profile of each operator (slows it down)")
     parser.add_argument("--logs", type=Path, help="folder for each operator's log")
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "scale.json")
@@ -445,12 +484,18 @@ def main() -> int:
     if options.quick:
         options.fleets, options.pools, options.namespaces, options.rest, options.pods = 50, 5, 5, 20.0, 200
     arms = [(options.against, options.against)] if options.against else []
-    arms += [] if options.only_against else [("now", None)]
+    arms += [] if options.without else [("now", None)]
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for label, revision in arms:
             with tree_of(revision) as tree:
                 rows.append(measure(label, tree, options, Path(scratch) / label))
+        if options.peer_binary:
+            from bench import peer
+
+            rows.append(
+                peer.measure(options.peer_binary.absolute(), options.peer_crds, options, Path(scratch) / "peer")
+            )
     print(table(rows))
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
     sizes = {"fleets": options.fleets, "pools": options.pools, "namespaces": options.namespaces, "rest": options.rest}
