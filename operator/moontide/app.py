@@ -122,13 +122,18 @@ def lost(reason: str) -> NoReturn:
 async def lead(config: Config, metrics: Metrics, health: Health, stop: asyncio.Event) -> None:
     """Watch and reconcile until ``stop``. When this returns or raises, no reconcile runs any more."""
     term = health.leader.term
-    async with GuardedClient(term, metrics.asked) as api, new_http_client() as http:
+    # Policies have connections of their own: a thousand fleets that are looked at must not keep a change waiting.
+    async with (
+        GuardedClient(term, metrics.asked) as api,
+        GuardedClient(term, metrics.asked) as many,
+        new_http_client() as http,
+    ):
         kube = Kube(api)
         root = await first(stop, root_tokens(kube, config.namespace))
         if root is None:
             return
         context = Context(kube=kube, http=http, tokens=root, term=term, config=config, metrics=metrics)
-        watched = WatchedKube(api, Sight(), config.resync_seconds * REPAIR_RESYNCS)
+        watched = WatchedKube(many, Sight(), config.resync_seconds * REPAIR_RESYNCS)
         looking = replace(context, kube=watched)
 
         async def run_one(key: Key) -> float:

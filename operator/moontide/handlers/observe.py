@@ -72,6 +72,13 @@ def registry(routes: Routes, sight: Sight) -> kopf.OperatorRegistry:
     return made
 
 
+class NoDifferences(kopf.AnnotationsDiffBaseStorage):
+    """For handlers of events alone: kopf would copy every object twice to find out how it differs from before."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
+        return {}
+
+
 def settings(*, cluster_wide: bool) -> kopf.OperatorSettings:
     """kopf's settings: no peering, nothing written to any object, and every wait bounded."""
     made = kopf.OperatorSettings()
@@ -81,7 +88,7 @@ def settings(*, cluster_wide: bool) -> kopf.OperatorSettings:
     made.posting.enabled = False
     made.persistence.finalizer = labels.FINALIZER
     made.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP, v1=False)
-    made.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP, v1=False)
+    made.persistence.diffbase_storage = NoDifferences(prefix=GROUP, v1=False)
     made.watching.server_timeout = 300
     made.watching.client_timeout = 310
     made.watching.connect_timeout = 10

@@ -46,6 +46,8 @@ MANAGER = "moontide"
 MERGE = "application/merge-patch+json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 REQUEST_SECONDS = 15.0
+CONNECTIONS = 16
+"""At once. One process cannot keep more of them busy, and each costs 300 KiB."""
 LISTS_AT_ONCE = 8
 """More namespaces than this are listed in one request."""
 EVENT_WINDOW = dt.timedelta(minutes=5)
@@ -126,8 +128,14 @@ def asked_for(method: str, url: str) -> tuple[str, str]:
 class GuardedClient(k8s.ApiClient):
     """An API client that calls ``allow`` right before each request that may write, and ``count`` before each."""
 
-    def __init__(self, allow: Callable[[], object], count: Callable[[str, str], object] = lambda *_: None) -> None:
+    def __init__(
+        self,
+        allow: Callable[[], object],
+        count: Callable[[str, str], object] = lambda *_: None,
+        connections: int = CONNECTIONS,
+    ) -> None:
         configuration = k8s.Configuration.get_default_copy()
+        configuration.connection_pool_maxsize = connections
         configuration.client_session_kwargs = {"middlewares": (readable_as_yaml,)}
         super().__init__(configuration)
         self._allow = allow
