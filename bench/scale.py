@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -376,7 +376,9 @@ def measure(label: str, tree: Path, options: argparse.Namespace, folder: Path) -
                 row["churn"] = churn(world, operator.pid, options.churn)
                 row["churn_mib_an_hour"] = slope(row["churn"])
         finally:
-            operator.stop()
+            # One that is kept busy does not end in time, and is killed.
+            with suppress(subprocess.TimeoutExpired):
+                operator.stop()
             if options.logs:
                 shutil.copy(folder / "operator.log", options.logs / f"{label}.log")
     return row
