@@ -58,7 +58,7 @@ finally:
 
 
 class MasterDouble(http.server.BaseHTTPRequestHandler):
-    """Answers as an idle Mooncake master does, for every pool."""
+    """Answers as an idle Mooncake master and its wiper do, for every pool."""
 
     protocol_version = "HTTP/1.1"
 
@@ -66,6 +66,15 @@ class MasterDouble(http.server.BaseHTTPRequestHandler):
         gauges = ("active_clients", "key_count", "total_capacity_bytes", "allocated_bytes")
         text = "".join(f"# TYPE master_{name} gauge\nmaster_{name} 0\n" for name in gauges)
         body = (json.dumps({"service_ready": True}) if self.path == "/health" else text).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        """A wiper's answer, of a store without a key."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.dumps({"removed": 0, "seconds": 0.0}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -79,10 +88,18 @@ class MasterDouble(http.server.BaseHTTPRequestHandler):
 def masters(host: str) -> Iterator[None]:
     """The double, where the operator finds every master."""
     http.server.ThreadingHTTPServer.request_queue_size = 256
-    with http.server.ThreadingHTTPServer((host, naming.MASTER_METRICS_PORT), MasterDouble) as server:
+    made = [
+        http.server.ThreadingHTTPServer((host, port), MasterDouble)
+        for port in (naming.MASTER_METRICS_PORT, naming.WIPER_PORT)
+    ]
+    for server in made:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
         yield
-        server.shutdown()
+    finally:
+        for server in made:
+            server.shutdown()
+            server.server_close()
 
 
 class World:
@@ -94,6 +111,7 @@ class World:
         self.namespaces = [f"team-{number}" for number in range(options.namespaces)]
         self.fleets = [(self._place(number), f"fleet-{number}") for number in range(options.fleets)]
         self.pools = [(self._place(number), f"pool-{number}") for number in range(options.pools)]
+        self.policies = options.policies
         self._pools_of: dict[str, list[str]] = collections.defaultdict(list)
         for namespace, name in self.pools:
             self._pools_of[namespace].append(name)
@@ -120,6 +138,7 @@ class World:
         """A fleet of a pool of its namespace."""
         pools = self._pools_of[namespace]
         spec: Object = {
+            **({"policyRef": {"name": "policy"}} if self.policies else {}),
             "model": {"source": "pvc://weights/a", "servedName": "tiny", "version": "7"},
             "replicas": 0,
             "kvCache": {"poolRef": {"name": pools[sum(name.encode()) % len(pools)]}},
@@ -133,6 +152,9 @@ class World:
         for namespace, name in self.pools:
             body = {"apiVersion": API, "kind": "KVCachePool", "metadata": {"name": name}, "spec": {}}
             pools.append((self.path(POOLS, namespace), body))
+        for namespace in self.namespaces if self.policies else ():
+            body = {"apiVersion": API, "kind": "PolicyVersion", "metadata": {"name": "policy"}, "spec": {"version": 7}}
+            pools.append((self.path("policyversions", namespace), body))
         self.api.each("POST", pools)
         self.api.each("POST", [(self.path(FLEETS, where), self.fleet(where, name)) for where, name in self.fleets])
 
@@ -466,6 +488,7 @@ def main() -> int:
     parser.add_argument("--fleets", type=int, default=500)
     parser.add_argument("--pools", type=int, default=50)
     parser.add_argument("--namespaces", type=int, default=10)
+    parser.add_argument("--policies", action="store_true", help="a policy in each namespace, which its fleets follow")
     parser.add_argument("--pods", type=int, default=1000, help="pods to watch (default 1000; 0: none)")
     parser.add_argument("--rest", type=float, default=120.0, help="seconds to count at rest (default 120)")
     parser.add_argument("--calm", type=float, default=15.0, help="seconds before that (default 15)")

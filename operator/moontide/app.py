@@ -41,7 +41,7 @@ from moontide.kube.sight import Seen, Sight
 from moontide.kube.watched import WatchedKube
 from moontide.leader import Identity, Leader
 from moontide.metrics import Metrics
-from moontide.reconcile import inferencedeployment, kvcachepool, policyversion
+from moontide.reconcile import glance, inferencedeployment, kvcachepool, policyversion
 from moontide.reconcile.context import Context
 
 logger = logging.getLogger(__name__)
@@ -128,20 +128,22 @@ async def lead(config: Config, metrics: Metrics, health: Health, stop: asyncio.E
         GuardedClient(term, metrics.asked) as many,
         new_http_client() as http,
     ):
-        kube = Kube(api)
+        sight = Sight()
+        kube = Kube(api, sight.saw)
         root = await first(stop, root_tokens(kube, config.namespace))
         if root is None:
             return
         context = Context(kube=kube, http=http, tokens=root, term=term, config=config, metrics=metrics)
-        watched = WatchedKube(many, Sight(), config.resync_seconds * REPAIR_RESYNCS)
+        watched = WatchedKube(many, sight, config.resync_seconds * REPAIR_RESYNCS)
         looking = replace(context, kube=watched)
 
         async def run_one(key: Key) -> float:
+            if key.kind != POLICY.kind:
+                await watched.begun.wait()
+                return await reconcile(looking, key)
             # What engines serve depends on a policy's reconcile: it reads from the API server itself, and never waits.
-            if key.kind == POLICY.kind:
-                return await reconcile(context, key)
-            await watched.begun.wait()
-            return await reconcile(looking, key)
+            rest = await glance.at(looking, key.namespace, key.name) if watched.begun.is_set() else None
+            return await reconcile(context, key) if rest is None else rest
 
         loops = Loops(run_one, resync=config.resync_seconds)
         metrics.loops.set_function(lambda: len(loops))

@@ -39,9 +39,8 @@ def test_at_rest_nothing_is_asked_for_and_drift_is_repaired(
     spec = {"model": model, "replicas": 0, "kvCache": {"poolRef": {"name": "kv"}}}
     fleet = {"apiVersion": API, "kind": "InferenceDeployment", "metadata": {"name": "chat", "namespace": namespace}}
     kubectl.apply(pool, {**fleet, "spec": spec})
-    wait_for(
-        "a status", lambda: condition(kubectl.get("ifd", "chat", namespace), "Progressing") == ("True", "Updating"), 90
-    )
+    wait_for("a status", lambda: condition(kubectl.get("ifd", "chat", namespace), "Progressing")[0], 90)
+    wait_for("the last child", lambda: kubectl.get("poddisruptionbudget", "chat", namespace))
 
     def quiet() -> bool:
         before = _asked(serving)

@@ -151,7 +151,9 @@ class GuardedClient(k8s.ApiClient):
 class Kube:
     """The operator's API client. Every read asks the API server."""
 
-    def __init__(self, api: k8s.ApiClient) -> None:
+    def __init__(self, api: k8s.ApiClient, wrote: Callable[[str, dict[str, Any]], object] | None = None) -> None:
+        """``wrote`` is told of each custom object, by its plural, whose status was written."""
+        self._tell_wrote = wrote
         self._core = k8s.CoreV1Api(api)
         self._apps = k8s.AppsV1Api(api)
         self._custom = k8s.CustomObjectsApi(api)
@@ -310,11 +312,9 @@ class Kube:
             _request_timeout=REQUEST_SECONDS,
         )
         written = await found_or_none(f"apply status of {kind.kind} {namespace}/{name}", asked)
-        self._wrote(kind, written)
+        if written is not None and self._tell_wrote is not None:
+            self._tell_wrote(kind.plural, cast("dict[str, Any]", written))
         return written is not None
-
-    def _wrote(self, kind: Kind[Any], body: Any) -> None:
-        """The API server has the object like this now; None: it has none."""
 
     # Children --------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,10 +127,11 @@ class Sight:
         """The object as it was seen last."""
         return self._objects[plural].get((plural, namespace, name))
 
-    def every(self, plural: str, namespace: str) -> list[dict[str, Any]]:
-        """The bodies of a namespace, by name."""
-        keys = sorted(key for key in self._objects[plural] if key[1] == namespace)
-        return [body for key in keys if (body := self._objects[plural][key].body) is not None]
+    def every(self, plural: str, namespaces: Collection[str] | None) -> list[dict[str, Any]]:
+        """The bodies of some namespaces, or of all: by namespace and name."""
+        objects = self._objects[plural]
+        keys = sorted(key for key in objects if namespaces is None or key[1] in namespaces)
+        return [body for key in keys if (body := objects[key].body) is not None]
 
     def selected(self, plural: str, namespace: str, wanted: Mapping[str, str]) -> list[dict[str, Any]]:
         """The bodies of a namespace that have these labels, by name. One of the labels names a fleet or a pool."""

@@ -1,6 +1,7 @@
 """The operator's API client for reconciles that may look at what the watches have brought, and need not apply twice.
 
-A policy's reconcile, on which it depends what engines serve, reads from the API server itself: it has none of this.
+A policy's reconcile, on which it depends what engines serve, reads from the API server itself. With this one it is only
+seen that a policy is at rest (:mod:`moontide.reconcile.glance`).
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from kubernetes.aio import client as k8s
 from kubernetes.aio.client.exceptions import ApiException
 
 from moontide import labels
-from moontide.api.v1alpha1 import API_VERSION, Api, InferenceDeployment, KVCachePool
+from moontide.api.v1alpha1 import API_VERSION, Api, InferenceDeployment, KVCachePool, PolicyVersion
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import REQUEST_SECONDS, Child, Kube, Resource, parse
 from moontide.kube.errors import mapped
-from moontide.kube.kinds import DEPLOYMENT, POOL, Kind
+from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL, Kind
 from moontide.kube.sight import Key, Seen, Sight, named
 from moontide.resources import groups
 from moontide.resources.podtemplate import Overridden
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Api)
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-CUSTOM = (DEPLOYMENT.plural, POOL.plural)
+CUSTOM = (DEPLOYMENT.plural, POOL.plural, POLICY.plural)
 CHILDREN = ("pods", "deployments", "services", "configmaps")
 PAGE = 500
 STARTING_SECONDS = 10.0
@@ -63,7 +64,7 @@ class WatchedKube(Kube):
     """
 
     def __init__(self, api: k8s.ApiClient, sight: Sight, repair_seconds: float) -> None:
-        super().__init__(api)
+        super().__init__(api, sight.saw)
         self._api = api
         self.sight = sight
         self.begun = asyncio.Event()
@@ -82,12 +83,28 @@ class WatchedKube(Kube):
     async def get_pool(self, namespace: str, name: str) -> Resource[KVCachePool] | None:
         return self._seen(POOL, namespace, name) or await super().get_pool(namespace, name)
 
+    async def get_policy(self, namespace: str, name: str) -> Resource[PolicyVersion] | None:
+        return self._seen(POLICY, namespace, name) or await super().get_policy(namespace, name)
+
+    async def list_deployments_following(
+        self, namespace: str, policy: str, allowed: Collection[str] = ()
+    ) -> list[Resource[InferenceDeployment]]:
+        if DEPLOYMENT.plural not in self.sight.complete:
+            return await super().list_deployments_following(namespace, policy, allowed)
+        places = None if "*" in allowed else sorted({namespace, *allowed})
+        found = []
+        for body in self.sight.every(DEPLOYMENT.plural, places):
+            ref, home = body["spec"].get("policyRef") or {}, body["metadata"]["namespace"]
+            if (ref.get("namespace") or home, ref.get("name")) == (namespace, policy):
+                found.append(parse(DEPLOYMENT, body))
+        return found
+
     async def list_deployments_of_pool(self, namespace: str, pool: str) -> list[Resource[InferenceDeployment]]:
         if DEPLOYMENT.plural not in self.sight.complete:
             return await super().list_deployments_of_pool(namespace, pool)
         return [
             parse(DEPLOYMENT, body)
-            for body in self.sight.every(DEPLOYMENT.plural, namespace)
+            for body in self.sight.every(DEPLOYMENT.plural, [namespace])
             if (((body["spec"].get("kvCache") or {}).get("poolRef") or {}).get("name")) == pool
         ]
 
@@ -112,10 +129,6 @@ class WatchedKube(Kube):
             return None
         seen = self.sight.get(kind.plural, namespace, name)
         return parse(kind, seen.body) if seen is not None and seen.body is not None else None
-
-    def _wrote(self, kind: Kind[Any], body: Any) -> None:
-        if body is not None:
-            self.sight.saw(kind.plural, body)
 
     # Children ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from kubernetes.aio import client as k8s
 
 from moontide import labels
 from moontide.errors import InvalidSpec
+from moontide.kube import watched
 from moontide.kube.client import asked_for
 from moontide.kube.sight import Seen, Sight
 from moontide.kube.watched import WatchedKube
@@ -336,3 +338,36 @@ def test_a_status_is_no_change_of_a_deployment(sight: Sight) -> None:
 )
 def test_requests_are_counted_by_what_they_ask_for(url: str, resource: str) -> None:
     assert asked_for("GET", url) == ("get", resource)
+
+
+async def test_a_kind_is_complete_while_nothing_of_it_is_missing(
+    kube: WatchedKube, server: MemoryServer, sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SOON_SECONDS", "AGAIN_SECONDS", "LATE_SECONDS"):
+        monkeypatch.setattr(watched, name, 0.01)
+    sight.complete.clear()
+    sight.saw("configmaps", server.put(CONFIG_PATH, {"metadata": {"name": "chat-mooncake", "namespace": "ns"}}))
+    ghost = {"metadata": {"name": "ghost", "namespace": "ns", "uid": "g", "resourceVersion": "1"}}
+    sight.saw("services", ghost)
+    told: list[Any] = []
+
+    async def until(look: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if look():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("not within 10 s")
+
+    task = asyncio.create_task(kube.keep_honest("", lambda key, seen: told.append(key), 0.01))
+    try:
+        await asyncio.wait_for(kube.begun.wait(), 10)
+        assert sight.complete == {*EVERYTHING, "policyversions"}
+        assert told == [("services", "ns", "ghost")]
+        late = server.put(f"{CONFIG_PATH}-2", {"metadata": {"name": "chat-mooncake-2", "namespace": "ns"}})
+        await until(lambda: "configmaps" not in sight.complete)
+        sight.saw("configmaps", late)
+        await until(lambda: "configmaps" in sight.complete)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
