@@ -74,7 +74,7 @@ class MasterDouble(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """A wiper's answer, of a store without a key."""
         self.rfile.read(int(self.headers["Content-Length"]))
-        body = json.dumps({"removed": 0, "seconds": 0.0}).encode()
+        body = json.dumps({"success": True, "removed": 0}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
