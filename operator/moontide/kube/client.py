@@ -10,7 +10,7 @@ import asyncio
 import datetime as dt
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, cast
 from urllib.parse import urlsplit
@@ -511,21 +511,7 @@ class Kube:
             text = await answer.read()
             if answer.status >= 300:
                 raise ApiException(status=answer.status, reason=answer.reason, body=text.decode(errors="replace"))
-        now: dict[str, tuple[str, R]] = {}
-        found: list[tuple[str, R]] = []
-        for body in json.loads(text)["items"]:
-            metadata = body["metadata"]
-            version, uid = metadata["resourceVersion"], metadata["uid"]
-            known = seen.get(uid)
-            if known is None or known[0] != version:
-                pod = k8s.V1Pod.from_dict(body)
-                assert pod is not None
-                known = version, convert(pod)
-            now[uid] = known
-            found.append((metadata["name"], known[1]))
-        seen.clear()
-        seen.update(now)
-        return [made for _, made in sorted(found, key=lambda each: each[0])]
+        return converted(json.loads(text)["items"], convert, seen)
 
     async def annotate_pod(self, namespace: str, name: str, uid: str, key: str, value: str) -> bool:
         """Set one annotation on the pod with this uid. Returns False, and changes nothing, when that pod is gone."""
@@ -665,6 +651,27 @@ class Kube:
             await self._core.create_namespaced_secret(
                 namespace, secret, field_manager=MANAGER, _request_timeout=REQUEST_SECONDS
             )
+
+
+def converted(
+    bodies: Iterable[Mapping[str, Any]], convert: Callable[[k8s.V1Pod], R], seen: dict[str, tuple[str, R]]
+) -> list[R]:
+    """``convert`` of pods, by name: see :meth:`Kube.read_pods`."""
+    now: dict[str, tuple[str, R]] = {}
+    found: list[tuple[str, R]] = []
+    for body in bodies:
+        metadata = body["metadata"]
+        version, uid = metadata["resourceVersion"], metadata["uid"]
+        known = seen.get(uid)
+        if known is None or known[0] != version:
+            pod = k8s.V1Pod.from_dict(dict(body))
+            assert pod is not None
+            known = version, convert(pod)
+        now[uid] = known
+        found.append((metadata["name"], known[1]))
+    seen.clear()
+    seen.update(now)
+    return [made for _, made in sorted(found, key=lambda each: each[0])]
 
 
 def _follows(deployment: Resource[InferenceDeployment], namespace: str, policy: str) -> bool:

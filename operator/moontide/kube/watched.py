@@ -19,7 +19,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from moontide import labels
 from moontide.api.v1alpha1 import API_VERSION, Api, InferenceDeployment, KVCachePool, PolicyVersion
 from moontide.errors import InvalidSpec, Retry
-from moontide.kube.client import REQUEST_SECONDS, Child, Kube, Resource, parse
+from moontide.kube.client import REQUEST_SECONDS, Child, Kube, Resource, converted, parse
 from moontide.kube.errors import mapped
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL, Kind
 from moontide.kube.sight import Key, Seen, Sight, named
@@ -29,6 +29,7 @@ from moontide.resources.podtemplate import Overridden
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Api)
+R = TypeVar("R")
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 CUSTOM = (DEPLOYMENT.plural, POOL.plural, POLICY.plural)
@@ -123,6 +124,19 @@ class WatchedKube(Kube):
         wanted = dict(part.split("=", 1) for part in label_selector.split(","))
         found = self.sight.selected("pods", namespace, wanted)
         return [pod for body in found if (pod := k8s.V1Pod.from_dict(body)) is not None]
+
+    async def read_pods(
+        self,
+        namespace: str,
+        label_selector: str,
+        convert: Callable[[k8s.V1Pod], R],
+        seen: dict[str, tuple[str, R]],
+    ) -> list[R]:
+        """As of :class:`Kube`, without the specs."""
+        if "pods" not in self.sight.complete:
+            return await super().read_pods(namespace, label_selector, convert, seen)
+        wanted = dict(part.split("=", 1) for part in label_selector.split(","))
+        return converted(self.sight.selected("pods", namespace, wanted), convert, seen)
 
     def _seen(self, kind: Kind[T], namespace: str, name: str) -> Resource[T] | None:
         if kind.plural not in self.sight.complete:

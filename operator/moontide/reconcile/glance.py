@@ -12,7 +12,7 @@ from moontide.planning import protocol
 from moontide.planning.model import Fleet, Observed
 from moontide.reconcile.context import Context
 from moontide.reconcile.fleets import observe
-from moontide.reconcile.policyversion import following
+from moontide.reconcile.rounds import following
 
 
 async def at(ctx: Context, namespace: str, name: str) -> float | None:
