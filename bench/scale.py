@@ -510,22 +510,25 @@ def main() -> int:
         options.fleets, options.pools, options.namespaces, options.rest, options.pods = 50, 5, 5, 20.0, 200
     arms = [(options.against, options.against)] if options.against else []
     arms += [] if options.without else [("now", None)]
-    rows = []
+    rows: list[Object] = []
+
+    def keep(row: Object) -> None:
+        """Write what there is: a run that is cut short has it."""
+        rows.append(row)
+        machine = {"cores": os.cpu_count(), "python": platform.python_version()}
+        sizes = {key: getattr(options, key) for key in ("fleets", "pools", "namespaces", "policies", "rest")}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({**machine, **sizes, "rows": rows}, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as scratch:
         for label, revision in arms:
             with tree_of(revision) as tree:
-                rows.append(measure(label, tree, options, Path(scratch) / label))
+                keep(measure(label, tree, options, Path(scratch) / label))
         if options.peer_binary:
             from bench import peer
 
-            rows.append(
-                peer.measure(options.peer_binary.absolute(), options.peer_crds, options, Path(scratch) / "peer")
-            )
+            keep(peer.measure(options.peer_binary.absolute(), options.peer_crds, options, Path(scratch) / "peer"))
     print(table(rows))
-    machine = {"cores": os.cpu_count(), "python": platform.python_version()}
-    sizes = {"fleets": options.fleets, "pools": options.pools, "namespaces": options.namespaces, "rest": options.rest}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({**machine, **sizes, "rows": rows}, indent=1) + "\n")
     return 0
 
 
