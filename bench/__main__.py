@@ -40,6 +40,7 @@ BENCHES = (
         25,
         short=("--rounds", "1", "--after", "10"),
     ),
+    Bench("scale", "reconciling 500 fleets and 50 pools, and at rest", 25, short=("--quick",)),
     Bench(
         "plugin_cost",
         "the scheduler with and without the plugin, by vLLM release",

@@ -342,11 +342,12 @@ def tokens_of(flights: list[Future[kit.Answer]]) -> list[list[int]]:
 def test_resets_while_requests_run_wait_for_blocks_and_are_preempted(tp2: kit.Fleet, stage: Stage) -> None:
     replica = tp2.replicas[0]
     prompts = [text(f"crowd {number}", 6) for number in range(16)]
-    undisturbed = tokens_of(crowd(tp2, prompts, 60))
+    # Long enough that a fast machine still runs them when the first reset succeeds.
+    undisturbed = tokens_of(crowd(tp2, prompts, 300))
     assert len({tuple(tokens) for tokens in undisturbed}) == 16
     kit.wait_for("an empty local cache", lambda: replica.stock_reset()["success"], 60)
     stage.late.hold(1, "load")
-    flights = crowd(tp2, prompts, 60)
+    flights = crowd(tp2, prompts, 300)
 
     def refused() -> bool:
         return bool(replica.stock_reset(reset_running_requests=True).get("reason") == "LoadPending")
@@ -362,7 +363,7 @@ def test_resets_while_requests_run_wait_for_blocks_and_are_preempted(tp2: kit.Fl
         said.append(body.get("reason") or "success")
         if body["success"] and running and not all(flight.done() for flight in flights):
             preempted.append(running)
-        time.sleep(0.1)
+            time.sleep(0.1)
     assert tokens_of(flights) == undisturbed
     print(f"running when they were preempted: {preempted}")
     assert preempted, said
