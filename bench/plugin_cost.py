@@ -24,13 +24,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SCENES = ("no store", "store")
+STOCK, ALL = "stock", "all"
 REQUESTS = 64
 HEADS = 8
 BLOCKS = 4096
@@ -45,14 +47,17 @@ class Load:
 
     def __init__(self, kit: Any, model: Path, scene: str, patched: bool) -> None:
         self._kit = kit
+        self.spent = {"scheduler": 0, "request": 0}
         self._store = kit.SimStore() if scene == "store" else None
+        if self._store is not None:
+            # Its answer is simulated, so it counts in neither arm, whichever thread asks.
+            self._store.hits = self._untimed("scheduler", self._store.hits)
         options = {"num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": 2048}
         self.core = kit.Core(model, store=self._store, **options)
         # What it samples needs no more than to be the same in both arms.
         self.core.worker._visible = lambda seen: [len(seen.tokens)]
-        if patched:
+        if patched and hasattr(self.core.core, "moontide_switch"):
             self.core.core.moontide_switch("policy/1")
-        self.spent = {"scheduler": 0, "request": 0}
         self.steps = 0
         for owner, name in ((self.core.scheduler, "schedule"), (self.core.scheduler, "update_from_output")):
             setattr(owner, name, self._timed("scheduler", getattr(owner, name)))
@@ -70,6 +75,20 @@ class Load:
                 spent[part] += clock() - began
 
         return timed
+
+    def _untimed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        clock, spent, mine = time.thread_time_ns, self.spent, threading.get_ident()
+
+        def untimed(*arguments: Any) -> Any:
+            if threading.get_ident() != mine:
+                return function(*arguments)
+            began = clock()
+            try:
+                return function(*arguments)
+            finally:
+                spent[part] -= clock() - began
+
+        return untimed
 
     def _all(self, seed: int, name: str) -> None:
         source = random.Random(seed)
@@ -106,8 +125,9 @@ class Load:
         return {**{part: nanoseconds / 1000 for part, nanoseconds in self.spent.items()}, **work}
 
 
-def be_arm(model: Path, patched: bool) -> None:
-    """Answer rounds until the input ends."""
+def be_arm(model: Path, mode: str) -> None:
+    """Answer rounds until the input ends. ``mode``: STOCK, ALL, or the name of the one patch that is left out."""
+    patched = mode != STOCK
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import logging
@@ -120,10 +140,12 @@ def be_arm(model: Path, patched: bool) -> None:
 
     table: Mapping[str, str] = {}
     if patched:
+        from moontide_engine.patches import Registry
         from moontide_engine.plugin import PATCHES
 
-        PATCHES.apply()
-        table = PATCHES.table
+        registry = Registry(patch for patch in PATCHES.patches if patch.name != mode)
+        registry.apply()
+        table = registry.table
     loads = {scene: Load(kit, model, scene, patched) for scene in SCENES}
     print(json.dumps({"vllm": vllm.__version__, "patches": dict(table)}), file=out, flush=True)
     for line in sys.stdin:
@@ -137,7 +159,7 @@ def be_arm(model: Path, patched: bool) -> None:
 class Arm:
     """A process with one arm of one release."""
 
-    def __init__(self, python: Path, home: Path | None, model: Path, patched: bool, log: Path) -> None:
+    def __init__(self, python: Path, home: Path | None, model: Path, mode: str, log: Path) -> None:
         kit = ROOT / "tests" / "component" / "engine" / "scheduler"
         path = [str(each) for each in (home, ROOT / "engine_patches", kit) if each is not None]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONTIDE_")}
@@ -153,7 +175,7 @@ class Arm:
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [*command, "patched" if patched else "stock"],
+                [*command, mode],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -183,31 +205,37 @@ class Arm:
         self._process.communicate()
 
 
-def measure(python: Path, home: Path | None, model: Path, folder: Path, processes: int, rounds: int) -> list[Row]:
-    """A row a scene of one release."""
-    found: dict[str, list[tuple[Row, Row]]] = {scene: [] for scene in SCENES}
-    said: Row = {}
+def measure(
+    python: Path, home: Path | None, model: Path, folder: Path, processes: int, rounds: int, left_out: Sequence[str]
+) -> list[Row]:
+    """A row a scene of one release, and one more for each patch that is left out."""
+    modes = (STOCK, ALL, *left_out)
+    found: dict[tuple[str, str], list[tuple[Row, Row]]] = {(scene, mode): [] for scene in SCENES for mode in modes[1:]}
+    said: dict[str, Row] = {}
     for pair in range(processes):
-        arms = [Arm(python, home, model, patched, folder / f"{patched}.log") for patched in (False, True)]
+        arms = {mode: Arm(python, home, model, mode, folder / f"{mode}.log") for mode in modes}
         try:
-            said = [arm.read() for arm in arms][1]
+            said = {mode: arm.read() for mode, arm in arms.items()}
             for scene in SCENES:
                 for number in range(-1, rounds):
                     seed = 1 + pair * (rounds + 1) + number
-                    order = (0, 1) if number % 2 else (1, 0)
-                    rows = {which: arms[which].round(scene, seed) for which in order}
+                    turn = number % len(modes)
+                    order = modes[turn:] + modes[:turn]
+                    rows = {mode: arms[mode].round(scene, seed) for mode in order}
                     # The first round warms up.
-                    if number >= 0:
-                        found[scene].append((rows[0], rows[1]))
+                    for mode in modes[1:] if number >= 0 else ():
+                        found[scene, mode].append((rows[STOCK], rows[mode]))
         finally:
-            for arm in arms:
+            for arm in arms.values():
                 arm.end()
-    return [row(scene, said, pairs) for scene, pairs in found.items()]
+    return [row(scene, mode, said[mode], pairs) for (scene, mode), pairs in found.items()]
 
 
-def row(scene: str, said: Row, pairs: list[tuple[Row, Row]]) -> Row:
+def row(scene: str, mode: str, said: Row, pairs: list[tuple[Row, Row]]) -> Row:
     """Medians over the rounds, in microseconds a step and a request, and medians of the rounds' ratios."""
     made: Row = {"vllm": said["vllm"].partition("+")[0], "scene": scene, "rounds": len(pairs)}
+    if mode != ALL:
+        made["without"] = mode
     made["applied"] = sorted(name for name, state in said["patches"].items() if state == "applied")
     for part in ("scheduler", "request"):
         unit = [(off["steps"] if part == "scheduler" else 2 * REQUESTS) for off, _ in pairs]
@@ -230,14 +258,16 @@ def line(row: Row) -> str:
     return (
         f"{row['vllm']:8} {row['scene']:9} {one['off_us']:9.1f} {one['on_us']:9.1f} {one['ratio']:7.3f} "
         f"({one['quartiles'][0]:.3f} to {one['quartiles'][1]:.3f}) {other['off_us']:9.1f} {other['on_us']:9.1f} "
-        f"{other['ratio']:7.3f}" + ("" if row["same_work"] else f"   NOT THE SAME WORK: {row['work']}")
+        f"{other['ratio']:7.3f}"
+        + (f"   without {row['without']}" if "without" in row else "")
+        + ("" if row["same_work"] else f"   NOT THE SAME WORK: {row['work']}")
     )
 
 
 def main() -> int:
     """Command line."""
     if sys.argv[1:2] == ["--arm"]:
-        be_arm(Path(sys.argv[2]), sys.argv[3] == "patched")
+        be_arm(Path(sys.argv[2]), sys.argv[3])
         return 0
     from hack.engines.__main__ import homes
     from hack.setup.steps import engine_python
@@ -246,6 +276,7 @@ def main() -> int:
     parser.add_argument("--release", action="append", help="only this one; may be repeated")
     parser.add_argument("--processes", type=int, default=3, help="pairs of processes, one after another (default 3)")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each pair and scene (default 12)")
+    parser.add_argument("--without", action="append", default=[], help="an arm without this patch, too; repeatable")
     parser.add_argument("--limit", type=float, default=1.02, help="of a ratio of the scheduler (default 1.02)")
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "plugin-cost.json")
     options = parser.parse_args()
@@ -262,10 +293,11 @@ def main() -> int:
         subprocess.run([str(engine_python()), str(maker), str(model), "1"], check=True, capture_output=True)
         for release in options.release or known:
             arguments = (engine_python(), known[release], model, Path(scratch), options.processes, options.rounds)
-            for each in measure(*arguments):
+            for each in measure(*arguments, options.without):
                 rows.append(each)
                 print(line(each), flush=True)
-    right = all(each["same_work"] and each["scheduler"]["ratio"] <= options.limit for each in rows)
+    whole = [each for each in rows if "without" not in each]
+    right = all(each["same_work"] and each["scheduler"]["ratio"] <= options.limit for each in whole)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"limit": options.limit, "within": right, "rows": rows}, indent=1) + "\n")
     print(f"{'all' if right else 'NOT all'} within {options.limit}; {options.json.name} has it all")
