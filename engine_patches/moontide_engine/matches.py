@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from moontide_engine.jsonlog import log
 
@@ -36,8 +36,7 @@ class Reason(enum.StrEnum):
     SHUTDOWN = "the engine shuts down"
 
 
-@dataclass(frozen=True)
-class ExternalMatch:
+class ExternalMatch(NamedTuple):
     """What a connector has for a request, beyond the tokens that are computed."""
 
     plan: Any
@@ -50,8 +49,7 @@ class ExternalMatch:
     """Seconds that it may wait for a later step if this one has no room for it; 0: it is aborted as the step ends."""
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """What a match is for. Each block hash covers all before it, so the last one stands for all."""
 
     computed: int
@@ -59,10 +57,10 @@ class Range:
     blocks: int
     last: bytes
 
-    @classmethod
-    def of(cls, computed: int, tokens: int, hashes: Sequence[bytes]) -> Range:
+    @staticmethod
+    def of(computed: int, tokens: int, hashes: Sequence[bytes]) -> Range:
         """The range behind ``computed`` of a request with so many ``tokens`` and these block ``hashes``."""
-        return cls(computed, tokens, len(hashes), bytes(hashes[-1]) if hashes else b"")
+        return Range(computed, tokens, len(hashes), hashes[-1] if hashes else b"")
 
 
 @dataclass
@@ -79,8 +77,8 @@ class Counts:
     aborted: Counter[Reason] = field(default_factory=Counter)
 
 
-@dataclass
-class _Entry:
+@dataclass(slots=True)
+class Entry:
     match: ExternalMatch
     range: Range
     since: float
@@ -93,15 +91,16 @@ class Ledger:
         """``abort`` is the connector's: it gets the plan and the reason. What it raises is logged, not passed on."""
         self._abort = abort
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}
+        self.entries: dict[str, Entry] = {}
+        """What is outstanding; to look at, not to change."""
         self.counts = Counts()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def get(self, request: str) -> ExternalMatch | None:
         """The outstanding match of a request."""
-        entry = self._entries.get(request)
+        entry = self.entries.get(request)
         return None if entry is None else entry.match
 
     def prepare(self, request: str, of: Range, ask: Callable[[], ExternalMatch | None]) -> ExternalMatch | None:
@@ -110,7 +109,7 @@ class Ledger:
         A match of unknown size is asked for again; the connector answers with the same plan, or the first one is
         aborted. A match for another range, or one held for too long, is aborted before it is asked for anew.
         """
-        entry = self._entries.get(request)
+        entry = self.entries.get(request)
         if entry is not None:
             if entry.range != of:
                 self.abort(request, Reason.RANGE)
@@ -120,7 +119,7 @@ class Ledger:
                 self.counts.reused += 1
                 return entry.match
         found = ask()
-        entry = self._entries.get(request)
+        entry = self.entries.get(request)
         if entry is not None:
             if found is not None and found.plan is entry.match.plan:
                 self.counts.reused += 1
@@ -132,7 +131,7 @@ class Ledger:
         if found is None:
             return None
         self.counts.prepared += 1
-        self._entries[request] = _Entry(found, of, self._clock())
+        self.entries[request] = Entry(found, of, self._clock())
         return self._checked(request)
 
     def commit(self, request: str, tokens: int, call: Callable[[Any, int], int], *, exact: bool = False) -> int:
@@ -142,7 +141,7 @@ class Ledger:
         Raises KeyError without a match, ValueError if more are accepted than were asked for, and what ``call`` raises;
         the plan is aborted then.
         """
-        plan = self._entries[request].match.plan
+        plan = self.entries[request].match.plan
         try:
             accepted = call(plan, tokens)
             if not 0 <= accepted <= tokens:
@@ -153,14 +152,14 @@ class Ledger:
         if exact and 0 < accepted < tokens:
             self.abort(request, Reason.CLIPPED)
             return accepted
-        del self._entries[request]
+        del self.entries[request]
         self.counts.committed += 1
         self.counts.clipped += accepted < tokens
         return accepted
 
     def abort(self, request: str, reason: Reason) -> bool:
         """Give up the match of a request; whether there was one."""
-        entry = self._entries.pop(request, None)
+        entry = self.entries.pop(request, None)
         if entry is None:
             return False
         self.counts.aborted[reason] += 1
@@ -172,32 +171,32 @@ class Ledger:
 
     def drop(self, request: str, reason: Reason) -> bool:
         """The step has no use for the match: abort it, unless it may wait for a later one. Whether it was aborted."""
-        entry = self._entries.get(request)
+        entry = self.entries.get(request)
         if entry is None or self._waits(entry):
             return False
         return self.abort(request, reason)
 
     def step_ends(self) -> None:
         """Abort what nobody consumed in this step and what may not wait (any longer)."""
-        for request, entry in list(self._entries.items()):
+        for request, entry in list(self.entries.items()):
             if not self._waits(entry):
                 self.abort(request, Reason.EXPIRED if self._expired(entry) else Reason.NOT_SCHEDULED)
 
     def close(self, reason: Reason) -> None:
         """Abort all."""
-        for request in list(self._entries):
+        for request in list(self.entries):
             self.abort(request, reason)
 
     def _checked(self, request: str) -> ExternalMatch | None:
-        match = self._entries[request].match
+        match = self.entries[request].match
         if match.tokens is not None and match.tokens <= 0:
             self.abort(request, Reason.NO_MATCH)
             return None
         return match
 
-    def _waits(self, entry: _Entry) -> bool:
+    def _waits(self, entry: Entry) -> bool:
         # The size of a match may take many steps to be known; it ends with its request or its range.
         return entry.match.tokens is None or self._clock() - entry.since < entry.match.hold
 
-    def _expired(self, entry: _Entry) -> bool:
+    def _expired(self, entry: Entry) -> bool:
         return entry.match.hold > 0 and not self._waits(entry)

@@ -93,6 +93,8 @@ class Breaker:
 
     def admit(self) -> Admission:
         """Whether to ask the store. TRIAL is given to one caller, until it reports."""
+        if not self._backoff:
+            return Admission.ASK
         with self._lock:
             if not self._backoff:
                 return Admission.ASK
@@ -103,11 +105,15 @@ class Breaker:
 
     def refuses(self) -> bool:
         """Whether it is open and no trial is due: true for what was admitted before it opened."""
+        if not self._backoff:
+            return False
         with self._lock:
             return bool(self._backoff) and not self._trial
 
     def success(self) -> bool:
         """The store answered. Whether that closed an open breaker."""
+        if not self._failures and not self._backoff:
+            return False
         with self._lock:
             opened = bool(self._backoff)
             self._failures = 0
@@ -132,7 +138,7 @@ class Breaker:
             return self._backoff
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     signature: Signature
     call: object
@@ -157,8 +163,9 @@ class Memo:
 
     def given(self, request: str) -> None:
         """Its answer was used: from here on its age counts."""
-        if request in self._entries:
-            self._entries[request].given = True
+        entry = self._entries.get(request)
+        if entry is not None:
+            entry.given = True
 
     def valid(self, request: str, signature: Signature, call: object) -> bool:
         """Whether the answer of ``call`` is one to what is asked now. An answer nobody took is, however old it is."""
@@ -200,6 +207,50 @@ def listening(path: str) -> bool:
 # -- the client ----------------------------------------------------------------------------------------------------
 
 
+class Line:
+    """The client's own thread, an executor, which says whether it has something to do. For one thread."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The future of a call in that thread, after all that were submitted before."""
+        self._calls = [call for call in self._calls if not call.done()]
+        self._calls.append(self._executor.submit(function, *args))
+        return self._calls[-1]
+
+    def idle(self) -> bool:
+        """Whether no call is running or waits."""
+        if self._calls and all(call.done() for call in self._calls):
+            self._calls = []
+        return not self._calls
+
+
+class Answered:
+    """In place of the future of a lookup: its answer."""
+
+    __slots__ = ("_answer",)
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def done(self) -> bool:
+        """It is."""
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The answer."""
+        return self._answer
+
+    def cancel(self) -> bool:
+        """Too late."""
+        return False
+
+
 class Economy:
     """State of one lookup client. ``path`` is the address of its socket."""
 
@@ -229,6 +280,7 @@ def _client_init(original: Any) -> Any:
         original(self, vllm_config)
         module: Any = importlib.import_module(f"{STORE}.worker")
         self.moontide_economy = Economy(settings, module.get_zmq_rpc_path_lookup(vllm_config))
+        self.executor = Line(self.executor)
 
     return init
 
@@ -259,8 +311,9 @@ def _client_lookup_inner(original: Any) -> Any:
 def _bounded(client: Any, seconds: float, original: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     zmq: Any = importlib.import_module(f"{STORE}.worker").zmq
     socket = client.socket
-    for option in (zmq.SNDTIMEO, zmq.RCVTIMEO):
-        socket.setsockopt(option, max(round(seconds * 1000), 1))
+    # Who asks may be the scheduler itself, and both together are what it waits.
+    for option, bound in ((zmq.SNDTIMEO, min(seconds, _GRACE)), (zmq.RCVTIMEO, seconds)):
+        socket.setsockopt(option, max(round(bound * 1000), 1))
     result = original(client, num_tokens, block_hashes)
     # A reset that follows may take longer.
     for option in (zmq.SNDTIMEO, zmq.RCVTIMEO):
@@ -277,19 +330,23 @@ def _client_lookup(original: Any) -> Any:
         if future is not None and not economy.memo.valid(req_id, signature, future):
             self.discard(req_id)
             future = None
-        if future is None:
-            admission = economy.breaker.admit()
-            if admission is Admission.REFUSE:
-                return channel.nothing()
-            future = self.executor.submit(self._lookup, num_tokens, list(block_hashes))
-            if admission is Admission.TRIAL:
-                # Nobody waits for it; this request goes without.
-                return channel.nothing()
-            self.futures[req_id] = future
-            economy.memo.note(req_id, signature, future)
-        if non_block and not future.done():
-            return None
         try:
+            if future is None:
+                admission = economy.breaker.admit()
+                if admission is Admission.REFUSE:
+                    return channel.nothing()
+                if admission is Admission.ASK and not non_block and self.executor.idle():
+                    # Who waits can as well ask: handing it to the thread and back costs more than the rest.
+                    future = Answered(self._lookup(num_tokens, block_hashes))
+                else:
+                    future = self.executor.submit(self._lookup, num_tokens, list(block_hashes))
+                if admission is Admission.TRIAL:
+                    # Nobody waits for it; this request goes without.
+                    return channel.nothing()
+                self.futures[req_id] = future
+                economy.memo.note(req_id, signature, future)
+            if non_block and not future.done():
+                return None
             result = future.result(economy.settings.timeout + _GRACE)
         except Exception as error:
             self.discard(req_id)

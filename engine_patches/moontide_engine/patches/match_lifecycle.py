@@ -79,6 +79,10 @@ class Lifecycle:
             index: Ledger(child.abort_external_match) for index, child in enumerate(children) if supports(child)
         }
         self._children = children
+        self._books = tuple(self.ledgers.values())
+        self._allocating = self._allocate()
+        self._before: Any = None
+        """What was in the place of ``allocate_slots`` when it was taken; None: it is not taken."""
         self._clips: dict[str, _Clip] = {}
         self._caps: dict[str, int] = {}
         """Requests of which fewer tokens were accepted than could be used: the most that is promised from then on."""
@@ -86,10 +90,9 @@ class Lifecycle:
 
     def install(self) -> None:
         """Take the places."""
-        scheduler, connector, manager = self._scheduler, self._connector, self._manager
+        scheduler, connector = self._scheduler, self._connector
         for index in self.ledgers:
             self._children[index].get_num_new_matched_tokens = self._lookup(index)
-        manager.allocate_slots = self._allocate(manager.allocate_slots)
         connector.update_state_after_alloc = self._allocated(connector.update_state_after_alloc)
         connector.build_connector_meta = self._build(connector.build_connector_meta)
         scheduler.schedule = self._schedule(scheduler.schedule)
@@ -133,12 +136,29 @@ class Lifecycle:
                 return 0, False
             if match.tokens is None:
                 return None, False
+            self._watch()
             return match.tokens if cap is None else min(match.tokens, cap), match.load_async
 
         return get_num_new_matched_tokens
 
-    def _allocate(self, original: Any) -> Any:
+    def _watch(self) -> None:
+        """Take the place of ``allocate_slots`` until the step ends: mostly it is called for what runs."""
+        if self._before is None:
+            manager = self._manager
+            self._before = manager.allocate_slots
+            manager.allocate_slots = self._allocating
+
+    def _unwatch(self) -> None:
+        manager, before = self._manager, self._before
+        self._before = None
+        del manager.allocate_slots
+        if manager.allocate_slots != before:
+            # It was an instance's own already.
+            manager.allocate_slots = before
+
+    def _allocate(self) -> Any:
         def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            original = self._before
             wanted = kwargs.get("num_external_computed_tokens", 0)
             index = self._holder(request.request_id) if wanted else None
             if index is None:
@@ -164,19 +184,22 @@ class Lifecycle:
 
     def _allocated(self, original: Any) -> Any:
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
-            for ledger in self.ledgers.values():
-                ledger.abort(request.request_id, Reason.NOT_USED)
-            clip = self._clips.get(request.request_id)
-            return original(request, blocks, num_external_tokens if clip is None else clip.accepted)
+            name = request.request_id
+            for ledger in self._books:
+                ledger.abort(name, Reason.NOT_USED)
+            if name in self._clips:
+                num_external_tokens = self._clips[name].accepted
+            return original(request, blocks, num_external_tokens)
 
         return update_state_after_alloc
 
     def _build(self, original: Any) -> Any:
         def build_connector_meta(scheduler_output: Any) -> Any:
             # The first call after the scheduler has set what each request has; the connector must see it right.
-            for name, clip in self._clips.items():
-                self._start_earlier(name, clip, scheduler_output)
-            self._clips.clear()
+            if self._clips:
+                for name, clip in self._clips.items():
+                    self._start_earlier(name, clip, scheduler_output)
+                self._clips.clear()
             return original(scheduler_output)
 
         return build_connector_meta
@@ -186,25 +209,28 @@ class Lifecycle:
             try:
                 return original(*args, **kwargs)
             finally:
-                self._clips.clear()
-                for ledger in self.ledgers.values():
-                    if len(ledger):
+                if self._before is not None:
+                    self._unwatch()
+                    self._clips.clear()
+                for ledger in self._books:
+                    if ledger.entries:
                         ledger.step_ends()
 
         return schedule
 
     def _ends(self, original: Any, reason: Reason) -> Any:
         def end(request: Any, *args: Any, **kwargs: Any) -> Any:
-            self._caps.pop(request.request_id, None)
-            for ledger in self.ledgers.values():
-                ledger.abort(request.request_id, reason)
+            name = request.request_id
+            self._caps.pop(name, None)
+            for ledger in self._books:
+                ledger.abort(name, reason)
             return original(request, *args, **kwargs)
 
         return end
 
     def _closes(self, original: Any, reason: Reason) -> Any:
         def close(*args: Any, **kwargs: Any) -> Any:
-            for ledger in self.ledgers.values():
+            for ledger in self._books:
                 ledger.close(reason)
             return original(*args, **kwargs)
 
@@ -276,7 +302,7 @@ class Lifecycle:
 # -- the Mooncake store's connector --------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class StorePlan:
     """A lookup: the keys it found are leased by the store from ``asked`` (monotonic seconds) on."""
 
@@ -304,15 +330,16 @@ def _matches(connector: Any) -> _Matches:
 
 def prepare_external_match(self: Any, request: Any, num_computed_tokens: int) -> ExternalMatch | None:
     """Look the request up in the store. The match may wait for half the store's lease."""
-    matches, name = _matches(self), request.request_id
+    matches, name, now = _matches(self), request.request_id, time.monotonic()
     plan = matches.plans.get(name)
-    if plan is None:
-        plan = matches.plans[name] = StorePlan(name, num_computed_tokens, time.monotonic())
     tokens, load_async = self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
     if tokens == 0:
-        plan.empty = True
-        del matches.plans[name]
+        if plan is not None:
+            plan.empty = True
+            del matches.plans[name]
         return None
+    if plan is None:
+        plan = matches.plans[name] = StorePlan(name, num_computed_tokens, now)
     hold = 0.0 if tokens is None else max(plan.asked + matches.memo - time.monotonic(), 0.0)
     return ExternalMatch(plan, tokens, load_async, hold)
 

@@ -216,9 +216,6 @@ def _hasher_maker(original: Any) -> Any:
         made = {"": original(hash_block_size, caching_hash_fn, *more)}
 
         def request_block_hasher(request: Any) -> Any:
-            # Called for every token; most end no block.
-            if (len(request.block_hashes) + 1) * hash_block_size > request.num_tokens:
-                return []
             epoch = epoch_in(request.cache_salt)
             hasher = made.get(epoch)
             if hasher is None:
@@ -226,6 +223,9 @@ def _hasher_maker(original: Any) -> Any:
                     # The first is stock's, the second the oldest; the input thread may have been here before us.
                     made.pop(list(made)[1], None)
                 hasher = made[epoch] = original(hash_block_size, tagged(caching_hash_fn, epoch), *more)
+            if request._block_hasher is request_block_hasher:
+                # It is called for every token, so from here on without us. ``rehash`` puts us back.
+                request.moontide_hasher, request._block_hasher = request_block_hasher, hasher
             return hasher(request)
 
         return request_block_hasher

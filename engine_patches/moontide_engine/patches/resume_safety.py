@@ -29,7 +29,10 @@ _WORKER = f"{STORE}.worker:MooncakeStoreWorker"
 def _allocated(original: Any) -> Any:
     def update_state_after_alloc(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> Any:
         result = original(self, request, blocks, num_external_tokens)
-        vars(self).setdefault("moontide_allocated", set()).add(request.request_id)
+        try:
+            self.moontide_allocated.append(request.request_id)
+        except AttributeError:
+            self.moontide_allocated = [request.request_id]
         return result
 
     return update_state_after_alloc
@@ -53,10 +56,13 @@ def _preempted(original: Any) -> Any:
 
 def _build(original: Any) -> Any:
     def build_connector_meta(self: Any, scheduler_output: Any) -> Any:
-        allocated: set[str] = vars(self).setdefault("moontide_allocated", set())
+        allocated: list[str] = getattr(self, "moontide_allocated", [])
+        if not scheduler_output.preempted_req_ids and not hasattr(self, "moontide_preempted"):
+            allocated.clear()
+            return original(self, scheduler_output)
         preempted: set[str] = scheduler_output.preempted_req_ids or set()
         preempted = preempted | vars(self).pop("moontide_preempted", set())
-        back = preempted & allocated
+        back = preempted.intersection(allocated)
         allocated.clear()
         for request in back:
             # Of the time before the preemption; what belongs to the new allocation is not in it.
