@@ -119,8 +119,7 @@ class Ledger:
                 self.counts.reused += 1
                 return entry.match
         found = ask()
-        entry = self.entries.get(request)
-        if entry is not None:
+        if entry is not None and request in self.entries:
             if found is not None and found.plan is entry.match.plan:
                 self.counts.reused += 1
                 if found.tokens is not None:
@@ -128,11 +127,13 @@ class Ledger:
                 entry.match = found
                 return self._checked(request)
             self.abort(request, Reason.NO_MATCH if found is None else Reason.REPLACED)
-        if found is None:
-            return None
+        return None if found is None else self.begin(request, of, found)
+
+    def begin(self, request: str, of: Range, match: ExternalMatch) -> ExternalMatch | None:
+        """Enter what a connector gave for a request that has no match; what :meth:`prepare` does with it."""
         self.counts.prepared += 1
-        self.entries[request] = Entry(found, of, self._clock())
-        return self._checked(request)
+        self.entries[request] = Entry(match, of, self._clock())
+        return match if match.tokens is None or match.tokens > 0 else self._checked(request)
 
     def commit(self, request: str, tokens: int, call: Callable[[Any, int], int], *, exact: bool = False) -> int:
         """Let ``call(plan, tokens)`` consume the match; the tokens that it accepts, 0 to ``tokens``.

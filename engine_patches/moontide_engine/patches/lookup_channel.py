@@ -61,6 +61,7 @@ def _init(original: Any) -> Any:
         original(self, vllm_config)
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moontide-lookup")
         self.futures = {}
+        self.moontide_asking = _Asking(self)
 
     return init
 
@@ -94,36 +95,39 @@ def _discard(self: Any, req_id: str) -> None:
 
 
 class _Asking:
-    """The scheduler half as its own method sees it: its client asks in the name of one request."""
+    """The client as the scheduler half's own method sees it: it asks in the name of one request."""
 
-    def __init__(self, half: Any, request: str) -> None:
-        self._half = half
-        self._request = request
+    __slots__ = ("_client", "request")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._half, name)
-
-    @property
-    def client(self) -> _Asking:
-        """Itself: it has the one call that the method makes."""
-        return self
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.request = ""
 
     def lookup(self, num_tokens: int, block_hashes: Any) -> int:
         """Tokens found. The number itself: these releases know nothing else."""
-        return hits(self._half.client.lookup(self._request, num_tokens, block_hashes))
+        found: int = self._client.lookup(self.request, num_tokens, block_hashes)
+        return found
 
 
 def _match(original: Any) -> Any:
     def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
-        return original(_Asking(self, request.request_id), request, num_computed_tokens)
+        client = self.client
+        self.client = client.moontide_asking
+        self.client.request = request.request_id
+        try:
+            return original(self, request, num_computed_tokens)
+        finally:
+            self.client = client
 
     return get_num_new_matched_tokens
 
 
 def _build(original: Any) -> Any:
     def build_connector_meta(self: Any, scheduler_output: Any) -> Any:
-        for request in scheduler_output.finished_req_ids:
-            self.client.discard(request)
+        futures = self.client.futures
+        for request in scheduler_output.finished_req_ids if futures else ():
+            if request in futures:
+                self.client.discard(request)
         return original(self, scheduler_output)
 
     return build_connector_meta

@@ -91,10 +91,12 @@ class Breaker:
         self._until = 0.0
         self._trial = False
 
+    def closed(self) -> bool:
+        """Whether all may ask."""
+        return not self._backoff
+
     def admit(self) -> Admission:
         """Whether to ask the store. TRIAL is given to one caller, until it reports."""
-        if not self._backoff:
-            return Admission.ASK
         with self._lock:
             if not self._backoff:
                 return Admission.ASK
@@ -208,7 +210,7 @@ def listening(path: str) -> bool:
 
 
 class Line:
-    """The client's own thread, an executor, which says whether it has something to do. For one thread."""
+    """The client's own thread, an executor, which knows whether it has something to do. For one thread."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
@@ -231,12 +233,14 @@ class Line:
 
 
 class Answered:
-    """In place of the future of a lookup: its answer."""
+    """In place of the future of a lookup: an answer that was given, to what, and when it was asked for."""
 
-    __slots__ = ("_answer",)
+    __slots__ = ("answer", "asked", "signature")
 
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
+    def __init__(self, answer: Any, signature: Signature, asked: float) -> None:
+        self.answer = answer
+        self.signature = signature
+        self.asked = asked
 
     def done(self) -> bool:
         """It is."""
@@ -244,7 +248,7 @@ class Answered:
 
     def result(self, timeout: float | None = None) -> Any:
         """The answer."""
-        return self._answer
+        return self.answer
 
     def cancel(self) -> bool:
         """Too late."""
@@ -327,19 +331,25 @@ def _client_lookup(original: Any) -> Any:
         signature = signature_of(num_tokens, block_hashes)
         # Answers stay where vLLM keeps what is in flight: whoever drops that, drops them too.
         future = self.futures.get(req_id)
-        if future is not None and not economy.memo.valid(req_id, signature, future):
+        if type(future) is Answered:
+            if future.signature == signature and economy.clock() - future.asked < economy.settings.memo:
+                return future.answer
+            future = None
+        elif future is not None and not economy.memo.valid(req_id, signature, future):
             self.discard(req_id)
             future = None
         try:
             if future is None:
+                if not non_block and economy.breaker.closed() and self.executor.idle():
+                    # Who waits can as well ask: handing it to the thread and back costs more than the rest.
+                    asked = economy.clock()
+                    answer = self._lookup(num_tokens, block_hashes)
+                    self.futures[req_id] = Answered(answer, signature, asked)
+                    return answer
                 admission = economy.breaker.admit()
                 if admission is Admission.REFUSE:
                     return channel.nothing()
-                if admission is Admission.ASK and not non_block and self.executor.idle():
-                    # Who waits can as well ask: handing it to the thread and back costs more than the rest.
-                    future = Answered(self._lookup(num_tokens, block_hashes))
-                else:
-                    future = self.executor.submit(self._lookup, num_tokens, list(block_hashes))
+                future = self.executor.submit(self._lookup, num_tokens, list(block_hashes))
                 if admission is Admission.TRIAL:
                     # Nobody waits for it; this request goes without.
                     return channel.nothing()
@@ -363,8 +373,12 @@ def _client_lookup(original: Any) -> Any:
 
 def _client_discard(original: Any) -> Any:
     def discard(self: Any, req_id: str) -> None:
-        self.moontide_economy.memo.drop(req_id)
-        original(self, req_id)
+        future = self.futures.get(req_id)
+        if type(future) is Answered:
+            del self.futures[req_id]
+        elif future is not None:
+            self.moontide_economy.memo.drop(req_id)
+            original(self, req_id)
 
     return discard
 

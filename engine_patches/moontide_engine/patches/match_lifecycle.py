@@ -25,8 +25,10 @@ were accepted. Whatever is left when ``schedule`` returns is aborted, unless its
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +68,32 @@ class _Clip:
         return self.local + self.accepted
 
 
+class _Place:
+    """The place of a method of one object, for the steps that need it: most calls are of what needs nothing of us."""
+
+    def __init__(self, owner: Any, name: str, make: Callable[[_Place], Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._ours = make(self)
+        self.original: Any = None
+        """What was there; None: the place is not taken."""
+
+    def take(self) -> None:
+        """Until :meth:`leave`."""
+        if self.original is None:
+            self.original = getattr(self._owner, self._name)
+            setattr(self._owner, self._name, self._ours)
+
+    def leave(self) -> None:
+        """Put back what was there."""
+        original, self.original = self.original, None
+        if original is not None:
+            delattr(self._owner, self._name)
+            if getattr(self._owner, self._name, None) != original:
+                # It was the object's own already.
+                setattr(self._owner, self._name, original)
+
+
 class Lifecycle:
     """Matches of one scheduler. It takes the place of some methods of the scheduler, its connector and its manager."""
 
@@ -80,9 +108,11 @@ class Lifecycle:
         }
         self._children = children
         self._books = tuple(self.ledgers.values())
-        self._allocating = self._allocate()
-        self._before: Any = None
-        """What was in the place of ``allocate_slots`` when it was taken; None: it is not taken."""
+        self._several = bool(getattr(self._connector, "_connectors", None))
+        # Taken once a step has a match, and once one of its matches is clipped.
+        self._slots = _Place(self._manager, "allocate_slots", self._allocate)
+        self._after = _Place(self._connector, "update_state_after_alloc", self._allocated)
+        self._meta = _Place(self._connector, "build_connector_meta", self._build)
         self._clips: dict[str, _Clip] = {}
         self._caps: dict[str, int] = {}
         """Requests of which fewer tokens were accepted than could be used: the most that is promised from then on."""
@@ -90,11 +120,9 @@ class Lifecycle:
 
     def install(self) -> None:
         """Take the places."""
-        scheduler, connector = self._scheduler, self._connector
+        scheduler = self._scheduler
         for index in self.ledgers:
             self._children[index].get_num_new_matched_tokens = self._lookup(index)
-        connector.update_state_after_alloc = self._allocated(connector.update_state_after_alloc)
-        connector.build_connector_meta = self._build(connector.build_connector_meta)
         scheduler.schedule = self._schedule(scheduler.schedule)
         scheduler._free_request = self._ends(scheduler._free_request, Reason.FINISHED)
         scheduler._preempt_request = self._ends(scheduler._preempt_request, Reason.PREEMPTED)
@@ -120,45 +148,35 @@ class Lifecycle:
     # -- in the place of vLLM's methods ----------------------------------------------------------------------------
 
     def _lookup(self, index: int) -> Any:
-        child, ledger = self._children[index], self.ledgers[index]
+        child, ledger, caps = self._children[index], self.ledgers[index], self._caps
 
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
             name = request.request_id
-            cap = self._caps.get(name)
+            cap = caps.get(name)
             if cap == 0:
                 return 0, False
-            match = ledger.prepare(
-                name,
-                Range.of(num_computed_tokens, request.num_tokens, request.block_hashes),
-                lambda: child.prepare_external_match(request, num_computed_tokens),
-            )
+            if name in ledger.entries:
+                of = Range.of(num_computed_tokens, request.num_tokens, request.block_hashes)
+                ask = functools.partial(child.prepare_external_match, request, num_computed_tokens)
+                match = ledger.prepare(name, of, ask)
+            else:
+                match = child.prepare_external_match(request, num_computed_tokens)
+                if match is not None:
+                    of = Range.of(num_computed_tokens, request.num_tokens, request.block_hashes)
+                    match = ledger.begin(name, of, match)
             if match is None:
                 return 0, False
             if match.tokens is None:
                 return None, False
-            self._watch()
+            self._slots.take()
+            self._after.take()
             return match.tokens if cap is None else min(match.tokens, cap), match.load_async
 
         return get_num_new_matched_tokens
 
-    def _watch(self) -> None:
-        """Take the place of ``allocate_slots`` until the step ends: mostly it is called for what runs."""
-        if self._before is None:
-            manager = self._manager
-            self._before = manager.allocate_slots
-            manager.allocate_slots = self._allocating
-
-    def _unwatch(self) -> None:
-        manager, before = self._manager, self._before
-        self._before = None
-        del manager.allocate_slots
-        if manager.allocate_slots != before:
-            # It was an instance's own already.
-            manager.allocate_slots = before
-
-    def _allocate(self) -> Any:
+    def _allocate(self, place: _Place) -> Any:
         def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            original = self._before
+            original = place.original
             wanted = kwargs.get("num_external_computed_tokens", 0)
             index = self._holder(request.request_id) if wanted else None
             if index is None:
@@ -176,31 +194,31 @@ class Lifecycle:
                     self._caps[request.request_id] = accepted
                     return None
                 self._clips[request.request_id] = _Clip(request, local, accepted, num_new_tokens)
+                self._meta.take()
             if not between_steps:
                 self._manager.cache_blocks(request, min(local + accepted + num_new_tokens, request.num_tokens))
             return blocks
 
         return allocate_slots
 
-    def _allocated(self, original: Any) -> Any:
+    def _allocated(self, place: _Place) -> Any:
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
             name = request.request_id
             for ledger in self._books:
                 ledger.abort(name, Reason.NOT_USED)
             if name in self._clips:
                 num_external_tokens = self._clips[name].accepted
-            return original(request, blocks, num_external_tokens)
+            return place.original(request, blocks, num_external_tokens)
 
         return update_state_after_alloc
 
-    def _build(self, original: Any) -> Any:
+    def _build(self, place: _Place) -> Any:
         def build_connector_meta(scheduler_output: Any) -> Any:
             # The first call after the scheduler has set what each request has; the connector must see it right.
-            if self._clips:
-                for name, clip in self._clips.items():
-                    self._start_earlier(name, clip, scheduler_output)
-                self._clips.clear()
-            return original(scheduler_output)
+            for name, clip in self._clips.items():
+                self._start_earlier(name, clip, scheduler_output)
+            self._clips.clear()
+            return place.original(scheduler_output)
 
         return build_connector_meta
 
@@ -209,21 +227,27 @@ class Lifecycle:
             try:
                 return original(*args, **kwargs)
             finally:
-                if self._before is not None:
-                    self._unwatch()
-                    self._clips.clear()
+                if self._slots.original is not None:
+                    self._step_had_matches()
                 for ledger in self._books:
                     if ledger.entries:
                         ledger.step_ends()
 
         return schedule
 
+    def _step_had_matches(self) -> None:
+        self._clips.clear()
+        self._slots.leave()
+        self._after.leave()
+        self._meta.leave()
+
     def _ends(self, original: Any, reason: Reason) -> Any:
         def end(request: Any, *args: Any, **kwargs: Any) -> Any:
-            name = request.request_id
-            self._caps.pop(name, None)
+            if self._caps:
+                self._caps.pop(request.request_id, None)
             for ledger in self._books:
-                ledger.abort(name, reason)
+                if ledger.entries:
+                    ledger.abort(request.request_id, reason)
             return original(request, *args, **kwargs)
 
         return end
@@ -240,11 +264,9 @@ class Lifecycle:
 
     def _holder(self, name: str) -> int | None:
         """Place of the connector whose match the scheduler is about to use; None: it has none of these methods."""
-        chosen = 0
-        if getattr(self._connector, "_connectors", None):
-            chosen = self._connector._requests_to_connector.get(name, -1)
+        chosen = self._connector._requests_to_connector.get(name, -1) if self._several else 0
         ledger = self.ledgers.get(chosen)
-        return None if ledger is None or ledger.get(name) is None else chosen
+        return None if ledger is None or name not in ledger.entries else chosen
 
     def _drop(self, name: str) -> None:
         for ledger in self.ledgers.values():
@@ -322,8 +344,9 @@ class _Matches:
 
 
 def _matches(connector: Any) -> _Matches:
-    found: _Matches | None = getattr(connector, "moontide_matches", None)
-    if found is None:
+    try:
+        found: _Matches = connector.moontide_matches
+    except AttributeError:
         found = connector.moontide_matches = _Matches()
     return found
 

@@ -103,10 +103,10 @@ def epoch_in(cache_salt: str | None) -> str:
 
 def tagged(function: Callable[[Any], bytes], epoch: str) -> Callable[[Any], bytes]:
     """``function`` with the epoch's tag in front of its hashes."""
-    head = tag(epoch)
+    head, rest = tag(epoch), _HASH_BYTES - TAG_BYTES
 
     def hash_with_tag(value: Any) -> bytes:
-        return head + function(value)[: _HASH_BYTES - TAG_BYTES]
+        return head + function(value)[:rest]
 
     return hash_with_tag
 

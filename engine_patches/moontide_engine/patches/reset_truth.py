@@ -30,7 +30,6 @@ _REPLACED = {
     f"{channel.CLIENT}._reset": store.client_reset_inner,
     f"{channel.CLIENT}.reset": store.client_reset,
     f"{channel.HALF}.reset_store": store.scheduler_reset_store,
-    f"{channel.HALF}.get_num_new_matched_tokens": store.scheduler_match,
     f"{MULTI}.reset_cache": core.multi_reset,
     f"{CORE}.reset_prefix_cache": core.core_reset,
     f"{CORE}._reset_caches": core.core_reset_caches,
@@ -61,6 +60,7 @@ PATCH = Patch(
     summary="cache resets are scoped, bounded and honest, and follow every update of the weights",
     references=(
         *_REPLACED,
+        f"{channel.HALF}.get_num_new_matched_tokens",
         f"{channel.CLIENT}._lookup",
         f"{channel.CLIENT}.lookup",
         f"{channel.CLIENT}.discard",

@@ -185,19 +185,20 @@ def client_reset(original: Any) -> Any:
     return reset
 
 
-def scheduler_match(original: Any) -> Any:
-    """``MooncakeStoreScheduler.get_num_new_matched_tokens`` that misses while a wipe is under way.
+def _miss_meanwhile(half: Any, wipe: Future[bool]) -> None:
+    """Let the scheduler half miss while a wipe is under way.
 
     The lookup would wait behind the wipe, and the engine with it, to be promised keys that go away.
     """
 
-    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
-        pending = self.client.moontide_pending
-        if pending is not None and not pending.done():
+    def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
+        if not half.client.moontide_pending.done():
             return 0, False
-        return original(self, request, num_computed_tokens)
+        vars(half).pop("get_num_new_matched_tokens", None)
+        return half.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    return get_num_new_matched_tokens
+    if not wipe.done():
+        half.get_num_new_matched_tokens = get_num_new_matched_tokens
 
 
 def begin(client: Any) -> Future[Outcome]:
@@ -250,6 +251,8 @@ def scheduler_reset_store(original: Any) -> Any:
 
     def reset_store(self: Any) -> bool:
         future = begin(self.client)
+        if self.client.moontide_pending is not None:
+            _miss_meanwhile(self, self.client.moontide_pending)
         future.add_done_callback(_tell)
         jobs = JOBS.get()
         if jobs is None:
