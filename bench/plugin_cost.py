@@ -206,17 +206,18 @@ class Arm:
 
 
 def measure(
-    python: Path, home: Path | None, model: Path, folder: Path, processes: int, rounds: int, left_out: Sequence[str]
+    python: Path, home: Path | None, model: Path, folder: Path, options: argparse.Namespace, scenes: Sequence[str]
 ) -> list[Row]:
     """A row a scene of one release, and one more for each patch that is left out."""
-    modes = (STOCK, ALL, *left_out)
-    found: dict[tuple[str, str], list[tuple[Row, Row]]] = {(scene, mode): [] for scene in SCENES for mode in modes[1:]}
+    processes, rounds = options.processes, options.rounds
+    modes = (STOCK, ALL, *options.without)
+    found: dict[tuple[str, str], list[tuple[Row, Row]]] = {(scene, mode): [] for scene in scenes for mode in modes[1:]}
     said: dict[str, Row] = {}
     for pair in range(processes):
         arms = {mode: Arm(python, home, model, mode, folder / f"{mode}.log") for mode in modes}
         try:
             said = {mode: arm.read() for mode, arm in arms.items()}
-            for scene in SCENES:
+            for scene in scenes:
                 for number in range(-1, rounds):
                     seed = 1 + pair * (rounds + 1) + number
                     turn = number % len(modes)
@@ -274,6 +275,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--release", action="append", help="only this one; may be repeated")
+    parser.add_argument("--scene", action="append", choices=SCENES, help="only this one; may be repeated")
     parser.add_argument("--processes", type=int, default=3, help="pairs of processes, one after another (default 3)")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each pair and scene (default 12)")
     parser.add_argument("--without", action="append", default=[], help="an arm without this patch, too; repeatable")
@@ -292,8 +294,8 @@ def main() -> int:
         maker = ROOT / "hack" / "tinymodels" / "make.py"
         subprocess.run([str(engine_python()), str(maker), str(model), "1"], check=True, capture_output=True)
         for release in options.release or known:
-            arguments = (engine_python(), known[release], model, Path(scratch), options.processes, options.rounds)
-            for each in measure(*arguments, options.without):
+            arguments = (engine_python(), known[release], model, Path(scratch), options)
+            for each in measure(*arguments, options.scene or SCENES):
                 rows.append(each)
                 print(line(each), flush=True)
     whole = [each for each in rows if "without" not in each]

@@ -86,19 +86,15 @@ class Breaker:
         self._longest = longest
         self._lock = threading.Lock()
         self._failures = 0
-        self._backoff = 0.0
-        """0 while closed."""
+        self.backoff = 0.0
+        """0 while closed; to look at, not to change."""
         self._until = 0.0
         self._trial = False
-
-    def closed(self) -> bool:
-        """Whether all may ask."""
-        return not self._backoff
 
     def admit(self) -> Admission:
         """Whether to ask the store. TRIAL is given to one caller, until it reports."""
         with self._lock:
-            if not self._backoff:
+            if not self.backoff:
                 return Admission.ASK
             if self._trial or self._clock() < self._until:
                 return Admission.REFUSE
@@ -107,37 +103,37 @@ class Breaker:
 
     def refuses(self) -> bool:
         """Whether it is open and no trial is due: true for what was admitted before it opened."""
-        if not self._backoff:
+        if not self.backoff:
             return False
         with self._lock:
-            return bool(self._backoff) and not self._trial
+            return bool(self.backoff) and not self._trial
 
     def success(self) -> bool:
         """The store answered. Whether that closed an open breaker."""
-        if not self._failures and not self._backoff:
+        if not self._failures and not self.backoff:
             return False
         with self._lock:
-            opened = bool(self._backoff)
+            opened = bool(self.backoff)
             self._failures = 0
-            self._backoff = 0.0
+            self.backoff = 0.0
             self._trial = False
             return opened
 
     def failure(self) -> float:
         """The store did not answer. Seconds of the back-off that begins with it; 0: none does."""
         with self._lock:
-            if self._backoff:
+            if self.backoff:
                 if not self._trial:
                     return 0.0
-                self._backoff = min(self._backoff * 2, self._longest)
+                self.backoff = min(self.backoff * 2, self._longest)
             else:
                 self._failures += 1
                 if self._failures < self._limit:
                     return 0.0
-                self._backoff = self._first
+                self.backoff = self._first
             self._trial = False
-            self._until = self._clock() + self._backoff
-            return self._backoff
+            self._until = self._clock() + self.backoff
+            return self.backoff
 
 
 @dataclass(slots=True)
@@ -186,7 +182,7 @@ class Memo:
 
 def signature_of(num_tokens: int, hashes: Sequence[bytes]) -> Signature:
     """What an answer depends on. Each hash covers all before it, so the last one stands for all."""
-    return num_tokens, len(hashes), bytes(hashes[-1]) if hashes else b""
+    return num_tokens, len(hashes), hashes[-1] if hashes else b""
 
 
 def listening(path: str) -> bool:
@@ -214,22 +210,23 @@ class Line:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self._calls: list[Any] = []
+        self.calls: list[Any] = []
+        """None of them: it has nothing to do; else ask :meth:`idle`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Any:
         """The future of a call in that thread, after all that were submitted before."""
-        self._calls = [call for call in self._calls if not call.done()]
-        self._calls.append(self._executor.submit(function, *args))
-        return self._calls[-1]
+        self.calls = [call for call in self.calls if not call.done()]
+        self.calls.append(self._executor.submit(function, *args))
+        return self.calls[-1]
 
     def idle(self) -> bool:
         """Whether no call is running or waits."""
-        if self._calls and all(call.done() for call in self._calls):
-            self._calls = []
-        return not self._calls
+        if self.calls and all(call.done() for call in self.calls):
+            self.calls = []
+        return not self.calls
 
 
 class Answered:
@@ -340,7 +337,8 @@ def _client_lookup(original: Any) -> Any:
             future = None
         try:
             if future is None:
-                if not non_block and economy.breaker.closed() and self.executor.idle():
+                line = self.executor
+                if not non_block and not economy.breaker.backoff and (not line.calls or line.idle()):
                     # Who waits can as well ask: handing it to the thread and back costs more than the rest.
                     asked = economy.clock()
                     answer = self._lookup(num_tokens, block_hashes)
@@ -349,7 +347,7 @@ def _client_lookup(original: Any) -> Any:
                 admission = economy.breaker.admit()
                 if admission is Admission.REFUSE:
                     return channel.nothing()
-                future = self.executor.submit(self._lookup, num_tokens, list(block_hashes))
+                future = line.submit(self._lookup, num_tokens, list(block_hashes))
                 if admission is Admission.TRIAL:
                     # Nobody waits for it; this request goes without.
                     return channel.nothing()

@@ -109,8 +109,9 @@ class Lifecycle:
         self._children = children
         self._books = tuple(self.ledgers.values())
         self._several = bool(getattr(self._connector, "_connectors", None))
-        # Taken once a step has a match, and once one of its matches is clipped.
+        # Taken once a step has a match.
         self._slots = _Place(self._manager, "allocate_slots", self._allocate)
+        # Once one of them is clipped.
         self._after = _Place(self._connector, "update_state_after_alloc", self._allocated)
         self._meta = _Place(self._connector, "build_connector_meta", self._build)
         self._clips: dict[str, _Clip] = {}
@@ -169,46 +170,53 @@ class Lifecycle:
             if match.tokens is None:
                 return None, False
             self._slots.take()
-            self._after.take()
             return match.tokens if cap is None else min(match.tokens, cap), match.load_async
 
         return get_num_new_matched_tokens
 
     def _allocate(self, place: _Place) -> Any:
         def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            original = place.original
+            name = request.request_id
             wanted = kwargs.get("num_external_computed_tokens", 0)
-            index = self._holder(request.request_id) if wanted else None
+            index = self._holder(name) if wanted else None
             if index is None:
-                return original(request, num_new_tokens, *args, **kwargs)
+                blocks = place.original(request, num_new_tokens, *args, **kwargs)
+                if blocks is not None:
+                    self._not_used(name)
+                return blocks
             between_steps = kwargs.get("delay_cache_blocks", False)
-            blocks = original(request, num_new_tokens, *args, **{**kwargs, "delay_cache_blocks": True})
+            kwargs["delay_cache_blocks"] = True
+            blocks = place.original(request, num_new_tokens, *args, **kwargs)
             if blocks is None:
-                self._drop(request.request_id)
+                self._drop(name)
                 return None
             local = kwargs.get("num_new_computed_tokens", 0)
             accepted = self._commit(index, request, wanted)
             if accepted < wanted:
                 if not self._usable(request, accepted, between_steps):
                     self._manager.free(request)
-                    self._caps[request.request_id] = accepted
+                    self._caps[name] = accepted
                     return None
-                self._clips[request.request_id] = _Clip(request, local, accepted, num_new_tokens)
+                self._clips[name] = _Clip(request, local, accepted, num_new_tokens)
+                self._after.take()
                 self._meta.take()
+            if self._several:
+                self._not_used(name)
             if not between_steps:
                 self._manager.cache_blocks(request, min(local + accepted + num_new_tokens, request.num_tokens))
             return blocks
 
         return allocate_slots
 
+    def _not_used(self, name: str) -> None:
+        for ledger in self._books:
+            if name in ledger.entries:
+                ledger.abort(name, Reason.NOT_USED)
+
     def _allocated(self, place: _Place) -> Any:
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
-            name = request.request_id
-            for ledger in self._books:
-                ledger.abort(name, Reason.NOT_USED)
-            if name in self._clips:
-                num_external_tokens = self._clips[name].accepted
-            return place.original(request, blocks, num_external_tokens)
+            clip = self._clips.get(request.request_id)
+            return place.original(request, blocks, num_external_tokens if clip is None else clip.accepted)
 
         return update_state_after_alloc
 
@@ -236,10 +244,11 @@ class Lifecycle:
         return schedule
 
     def _step_had_matches(self) -> None:
-        self._clips.clear()
         self._slots.leave()
-        self._after.leave()
-        self._meta.leave()
+        if self._meta.original is not None:
+            self._after.leave()
+            self._meta.leave()
+            self._clips.clear()
 
     def _ends(self, original: Any, reason: Reason) -> Any:
         def end(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +289,8 @@ class Lifecycle:
             accepted: int = child.commit_external_match(plan, request, blocks, tokens)
             return accepted
 
-        return self.ledgers[index].commit(request.request_id, wanted, call, exact=not self._startable(request))
+        exact = not self._in_place or request.has_encoder_inputs
+        return self.ledgers[index].commit(request.request_id, wanted, call, exact=exact)
 
     def _usable(self, request: Any, accepted: int, between_steps: bool) -> bool:
         # A request that waits for a load of nothing would wait for ever.
@@ -353,7 +363,11 @@ def _matches(connector: Any) -> _Matches:
 
 def prepare_external_match(self: Any, request: Any, num_computed_tokens: int) -> ExternalMatch | None:
     """Look the request up in the store. The match may wait for half the store's lease."""
-    matches, name, now = _matches(self), request.request_id, time.monotonic()
+    try:
+        matches = self.moontide_matches
+    except AttributeError:
+        matches = _matches(self)
+    name, now = request.request_id, time.monotonic()
     plan = matches.plans.get(name)
     tokens, load_async = self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
     if tokens == 0:

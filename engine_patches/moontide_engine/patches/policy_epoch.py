@@ -39,6 +39,7 @@ from moontide_engine.patches.probe import CORE, SCHEDULER, STORE
 SEPARATOR = "\x1f"
 # EngineCore's copy by name: the one that is called.
 _HASHER = "vllm.v1.engine.core:get_request_block_hasher"
+_UPDATE = "vllm.v1.request:Request.update_block_hashes"
 _MARK = f"moontide{SEPARATOR}"
 _HASH_BYTES = 32
 # Epochs whose hashers are kept; requests of others get a new one.
@@ -226,11 +227,21 @@ def _hasher_maker(original: Any) -> Any:
             if request._block_hasher is request_block_hasher:
                 # It is called for every token, so from here on without us. ``rehash`` puts us back.
                 request.moontide_hasher, request._block_hasher = request_block_hasher, hasher
+                request.moontide_block = hash_block_size
             return hasher(request)
 
         return request_block_hasher
 
     return get_request_block_hasher
+
+
+def _update(original: Any) -> Any:
+    def update_block_hashes(self: Any) -> None:
+        # Called for every token; most end no block, and the hasher would say so.
+        if (len(self.block_hashes) + 1) * self.moontide_block <= len(self._all_token_ids):
+            original(self)
+
+    return update_block_hashes
 
 
 def _preprocess(original: Any) -> Any:
@@ -269,6 +280,10 @@ def _catch_up(scheduler: Any, request: Any) -> None:
 
 def _install() -> None:
     replace(_HASHER, _hasher_maker)
+    request = importlib.import_module("vllm.v1.request").Request
+    # Of those that never met our hasher.
+    request.moontide_block = 0
+    replace(_UPDATE, _update)
     replace(f"{CORE}.preprocess_add_request", _preprocess)
     replace(f"{CORE}.add_request", _add)
     replace(f"{SCHEDULER}._preempt_request", _preempt)
@@ -293,7 +308,7 @@ PATCH = Patch(
         "vllm.v1.core.block_pool:BlockPool.__init__",
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
         "vllm.v1.request:Request.__init__",
-        "vllm.v1.request:Request.update_block_hashes",
+        _UPDATE,
         f"{STORE}.scheduler:MooncakeStoreScheduler.get_num_new_matched_tokens",
         f"{STORE}.scheduler:MooncakeStoreScheduler.build_connector_meta",
         f"{STORE}.data:ReqMeta.from_request_tracker",

@@ -56,14 +56,14 @@ def _preempted(original: Any) -> Any:
 
 def _build(original: Any) -> Any:
     def build_connector_meta(self: Any, scheduler_output: Any) -> Any:
-        allocated: list[str] = getattr(self, "moontide_allocated", [])
-        if not scheduler_output.preempted_req_ids and not hasattr(self, "moontide_preempted"):
-            allocated.clear()
+        allocated = self.moontide_allocated
+        if allocated:
+            self.moontide_allocated = []
+        if not scheduler_output.preempted_req_ids and not self.moontide_preempted:
             return original(self, scheduler_output)
         preempted: set[str] = scheduler_output.preempted_req_ids or set()
         preempted = preempted | vars(self).pop("moontide_preempted", set())
         back = preempted.intersection(allocated)
-        allocated.clear()
         for request in back:
             # Of the time before the preemption; what belongs to the new allocation is not in it.
             tracker = self._request_trackers.pop(request, None)
@@ -144,6 +144,9 @@ def _count(original: Any) -> Any:
 
 
 def _install() -> None:
+    half = importlib.import_module(_SCHEDULER.partition(":")[0]).MooncakeStoreScheduler
+    # Until one has its own.
+    half.moontide_allocated = half.moontide_preempted = ()
     replace(f"{_SCHEDULER}.update_state_after_alloc", _allocated)
     replace(f"{_SCHEDULER}.build_connector_meta", _build)
     replace(f"{SCHEDULER}._preempt_request", _preempted)

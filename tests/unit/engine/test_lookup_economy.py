@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from moontide_engine.patches.lookup_economy import (
     Admission,
     Breaker,
+    Line,
     LookupSettings,
     Memo,
     listening,
@@ -173,3 +175,26 @@ def test_a_socket_is_taken_only_while_somebody_listens(tmp_path: Path) -> None:
     plain = tmp_path / "file"
     plain.touch()
     assert not listening(str(plain))
+
+
+def test_a_line_is_idle_only_while_no_call_runs_or_waits() -> None:
+    go, began = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        began.set()
+        go.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        line = Line(pool)
+        assert line.idle()
+        running = line.submit(hang)
+        assert began.wait(20)
+        waiting = line.submit(int)
+        # Given up is not ended: the first call still has the socket.
+        assert not running.cancel()
+        assert waiting.cancel()
+        assert not line.idle()
+        go.set()
+        running.result(20)
+        assert line.idle()
+        assert not line.calls

@@ -367,6 +367,28 @@ def test_it_comes_back_by_itself_and_says_so(channel: Any, capfd: pytest.Capture
     assert "lookups-resumed" in lines
 
 
+def test_who_waits_for_the_answer_asks_itself_unless_the_thread_is_busy(channel: Any) -> None:
+    with channel(timeout=0.3) as made:
+        made.server()
+        client = made.client()
+        asked: list[int] = []
+        inner = client._lookup
+        client._lookup = lambda *of: (asked.append(threading.get_ident()), inner(*of))[1]
+        assert get(client, "r") == TOKENS
+        assert asked == [threading.get_ident()]
+        go = threading.Event()
+        client.executor.submit(go.wait, BOUND)
+        try:
+            # The socket is another's: nothing is asked, and the wait for it is bounded.
+            assert get(client, "behind") == 0
+            assert len(asked) == 1
+        finally:
+            go.set()
+        eventually(client.executor.idle)
+        assert get(client, "after") == TOKENS
+        assert asked[-1] == threading.get_ident()
+
+
 def test_a_late_answer_is_not_taken_for_the_next_one(channel: Any) -> None:
     with channel(timeout=1.0) as made:
         made.server()
