@@ -45,4 +45,6 @@ async def _at(ctx: Context, namespace: str, name: str) -> float | None:
     plan = protocol.plan(policy.model.spec, meta.generation, status, Observed(tuple(fleets), ctx.now(), meta.uid))
     if plan.actions or plan.notes or plan.status != status or plan.requeue_after <= 0.0:
         return None
+    # Who has just begun to lead has not counted what there is.
+    ctx.metrics.policy(namespace, name, status, status)
     return plan.requeue_after

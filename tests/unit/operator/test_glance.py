@@ -46,6 +46,14 @@ async def test_a_policy_that_is_current_rests_as_long_as_its_reconcile_says(clus
     assert await _rests(cluster)
 
 
+async def test_a_policy_that_rests_is_counted_by_who_begins_to_lead(cluster: Cluster) -> None:
+    cluster.ctx.metrics.gone("PolicyVersion", "rl", "policy")
+    name, labels = "moontide_policy_epoch", {"namespace": "rl", "policy": "policy"}
+    assert cluster.ctx.metrics.registry.get_sample_value(name, labels) is None
+    assert await _rests(cluster)
+    assert cluster.ctx.metrics.registry.get_sample_value(name, labels) == 1
+
+
 async def test_a_new_version_does_not_rest(cluster: Cluster) -> None:
     cluster.kube.put("PolicyVersion", "rl", "policy", {"version": 8})
     assert not await _rests(cluster)
