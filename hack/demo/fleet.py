@@ -59,7 +59,7 @@ class Replica:
         self.name: str = pod["metadata"]["name"]
         self.uid: str = pod["metadata"]["uid"]
         self._reach = reach
-        self._token = token
+        self.token = token
         self._http = httpx.Client(timeout=ASK_SECONDS, trust_env=False)
 
     @property
@@ -138,12 +138,12 @@ class Replica:
         timeout: float = ASK_SECONDS,
     ) -> httpx.Response:
         """POST to the admin port, whatever it answers."""
-        headers = {"authorization": f"Bearer {self._token}"}
+        headers = {"authorization": f"Bearer {self.token}"}
         return self._http.post(f"{self.admin}{path}", json=body, params=params, headers=headers, timeout=timeout)
 
     def look(self, path: str = "/moontide/v1/status", *, timeout: float = ASK_SECONDS) -> Object:
         """GET from the admin port. Raises httpx.HTTPError when that fails."""
-        headers = {"authorization": f"Bearer {self._token}"}
+        headers = {"authorization": f"Bearer {self.token}"}
         response = self._http.get(f"{self.admin}{path}", headers=headers, timeout=timeout)
         response.raise_for_status()
         found: Object = response.json()
@@ -226,6 +226,8 @@ class Fleet:
             uid = pod["metadata"]["uid"]
             if uid not in self._known:
                 self._known[uid] = Replica(pod, self.reach, token)
+            # It may have been rotated.
+            self._known[uid].token = token
         present = {pod["metadata"]["uid"] for pod in self.pods()}
         return sorted((each for uid, each in self._known.items() if uid in present), key=lambda each: each.name)
 
