@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from moontide_engine import fallback
+from moontide_engine import fallback, tls
 from moontide_engine import settings as settings_module
 from moontide_engine.admin import AdminApp, Commands
 from moontide_engine.asgi import App, Receive, Scope, Send
@@ -78,6 +78,7 @@ async def serve(original: ServeHttp, app: Any, sock: socket.socket | None, args:
     client = app.state.engine_client
     settings = settings_module.load()
     check_setup(client, settings, kwargs)
+    certificate = tls.certificate(settings.admin_tls)
     from moontide_engine.plugin import PATCHES
 
     engine = VllmEngine(client, importlib.import_module("vllm.version").__version__)
@@ -105,24 +106,27 @@ async def serve(original: ServeHttp, app: Any, sock: socket.socket | None, args:
     logging.getLogger("uvicorn.access").addFilter(_Quiet())
     admin = AdminApp(commands, middleware, inner, TokenFile(settings.token_file), root_path)
     admin_sock = _listen(settings.admin_host, settings.admin_port)
-    server = _AdminServer(
-        uvicorn.Config(
-            admin,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=5,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        )
+    config = uvicorn.Config(
+        admin,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
-    task = asyncio.ensure_future(server.serve(sockets=[admin_sock]))
+    server = _AdminServer(config)
+    tasks = [asyncio.ensure_future(server.serve(sockets=[admin_sock]))]
+    if certificate is not None:
+        tls.secure(config, certificate)
+        tasks.append(asyncio.ensure_future(certificate.keep()))
     log(
         "started",
         boot=boot_id,
         podUid=settings.pod_uid,
         state=gate.state,
         admin=f"{settings.admin_host}:{settings.admin_port}",
+        tls=certificate is not None,
         weightsVersion=settings.weights_version,
         fellBack=engine.fell_back,
         patches=dict(PATCHES.table),
@@ -130,8 +134,11 @@ async def serve(original: ServeHttp, app: Any, sock: socket.socket | None, args:
 
     async def stop() -> None:
         server.should_exit = True
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        for task in tasks[1:]:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         admin_sock.close()
         log("stopped", boot=boot_id)
 

@@ -36,6 +36,8 @@ class Settings:
     """``Fallback``: an engine whose pool cannot be reached at its start starts without it; ``Crash``: it does not."""
     pool_wait: float = 60.0
     """How long an engine that starts waits for its pool's master."""
+    admin_tls: str = ""
+    """Folder of the admin port's ``tls.crt`` and ``tls.key``; empty: plain HTTP."""
     auto_patches: bool = False
     """Whether a vLLM that is not known as a whole runs with the patches that know it; else it does not start."""
 
@@ -73,6 +75,7 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
         worker_spin=number(env, _SPIN, 1, 0, 1) if env.get(_SPIN) else None,
         on_pool_failure=on_pool_failure,
         pool_wait=number(env, "MOONTIDE_POOL_WAIT_SECONDS", 60, 0.1, 3600),
+        admin_tls=env.get("MOONTIDE_ADMIN_TLS", ""),
         auto_patches=patches == "Auto",
     )
 

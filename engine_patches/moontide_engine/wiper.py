@@ -36,6 +36,7 @@ from moontide_engine.auth import TokenFile, bearer_tokens
 from moontide_engine.jsonlog import log
 from moontide_engine.namespace import is_namespace, is_of_another_epoch, pattern, tag
 from moontide_engine.replicated import Log, Unproven, removal
+from moontide_engine.tls import Certificate, certificate
 
 BODY_LIMIT = 64 * 1024
 MAX_SECONDS = 600.0
@@ -66,6 +67,8 @@ class Config:
     metrics: str
     log: Log | None = None
     """Where the master is one of several."""
+    tls: str = ""
+    """Folder of ``tls.crt`` and ``tls.key``; empty: plain HTTP."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Config:
@@ -78,6 +81,7 @@ class Config:
             master=master,
             log=Log.from_env(env, master),
             metrics=env.get("MOONTIDE_MASTER_METRICS", "http://127.0.0.1:9003").rstrip("/"),
+            tls=env.get("MOONTIDE_WIPER_TLS", ""),
         )
 
 
@@ -333,8 +337,9 @@ def count_keys(metrics: str, namespace: str, timeout: float) -> Answer:
 
 
 def make_server(config: Config, wiper: Wiper) -> ThreadingHTTPServer:
-    """The HTTP server, bound and not yet serving."""
+    """The HTTP server, bound and not yet serving. Raises CertificateError."""
     tokens = TokenFile(config.token_file)
+    served = certificate(config.tls)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -425,10 +430,20 @@ def make_server(config: Config, wiper: Wiper) -> ThreadingHTTPServer:
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
+        def get_request(self) -> tuple[socket.socket, Any]:
+            connection, address = super().get_request()
+            return (connection if served is None else _over_tls(connection, served)), address
+
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A client that leaves early is no event."""
 
     return Server((config.host, config.port), Handler)
+
+
+def _over_tls(connection: socket.socket, served: Certificate) -> socket.socket:
+    """The connection, whose handshake comes with its first read: in the connection's own thread."""
+    served.look()
+    return served.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
 
 def check_body(body: object) -> str:
@@ -516,7 +531,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     threading.Thread(target=keep_warm, daemon=True).start()
-    log("wiper-started", port=config.port, master=config.master)
+    log("wiper-started", port=config.port, master=config.master, tls=bool(config.tls))
     server.serve_forever(poll_interval=0.2)
     server.server_close()
     wiper.close()
