@@ -19,6 +19,7 @@ import aiohttp
 from pydantic import ValidationError
 from yarl import URL
 
+from moontide.engines import tls
 from moontide.planning.model import Action, Collect, Command, EngineStatus, Fleet, Result, Wipe
 
 T = TypeVar("T")
@@ -45,20 +46,30 @@ class Unanswered:
     message: str
 
 
-def new_http_client() -> aiohttp.ClientSession:
+def new_http_client(authorities: str = "") -> aiohttp.ClientSession:
     """A client for admin planes: no proxies, no cookies, a connection a peer and as many as are needed.
 
     Not httpx: its pool looks through all connections for each request (docs/performance.md). Must be made where a loop
-    runs.
+    runs. ``authorities``: see :class:`moontide.engines.tls.Trust`.
     """
-    connector = aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=KEEPALIVE_SECONDS, resolver=aiohttp.ThreadedResolver(), use_dns_cache=False
+    connector = tls.Connector(
+        tls.Trust(authorities),
+        limit=0,
+        keepalive_timeout=KEEPALIVE_SECONDS,
+        resolver=aiohttp.ThreadedResolver(),
+        use_dns_cache=False,
     )
     return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
 
 
 async def _json(
-    http: aiohttp.ClientSession, method: str, url: str, token: Token, seconds: float, body: dict[str, Any] | None = None
+    http: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    token: Token,
+    seconds: float,
+    body: dict[str, Any] | None = None,
+    server_name: str = "",
 ) -> tuple[int, dict[str, Any]] | Unanswered:
     data = None if body is None else json.dumps(body).encode()
     status, text = 0, b""
@@ -68,13 +79,16 @@ async def _json(
                 headers = {"authorization": f"Bearer {each}"}
                 if data is not None:
                     headers["content-type"] = "application/json"
-                status, text = await _ask(http, method, url, headers, data)
+                status, text = await _ask(http, method, url, headers, data, server_name)
                 # What was refused for its token did nothing, so it may be sent again with the next one.
                 if status != 401:
                     break
     except TimeoutError:
         return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
     except (aiohttp.ClientError, OSError, ValueError) as error:
+        distrusted = tls.refusal(error, url, server_name)
+        if distrusted is not None:
+            return Unanswered(tls.REASON, distrusted)
         return Unanswered("Unreachable", f"{url}: {type(error).__name__}: {error}")
     if not text:
         return Unanswered("EmptyBody", f"{url} answered {status} with an empty body")
@@ -105,14 +119,21 @@ async def fetch(http: aiohttp.ClientSession, url: str, seconds: float) -> tuple[
 
 
 async def _ask(
-    http: aiohttp.ClientSession, method: str, url: str, headers: dict[str, str], data: bytes | None
+    http: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    headers: dict[str, str],
+    data: bytes | None,
+    server_name: str = "",
 ) -> tuple[int, bytes]:
     """Status and body. A peer may close a connection that it has kept at the moment in which it is used again: what was
     sent then is sent once more, on a new one. Every call may be repeated."""
+    place = _parsed(url)
+    more = tls.terms(http, server_name) if place.scheme == "https" else {}
     for last in (False, True):
         try:
             asked = http.request(
-                method, _parsed(url), headers=headers, data=data, allow_redirects=False, timeout=_CALLERS_TIMEOUT
+                method, place, headers=headers, data=data, allow_redirects=False, timeout=_CALLERS_TIMEOUT, **more
             )
             async with asked as response:
                 return response.status, await response.read()
@@ -128,10 +149,12 @@ def base_url(address: str) -> str:
 
 
 async def engine_status(
-    http: aiohttp.ClientSession, address: str, token: Token, seconds: float = STATUS_SECONDS
+    http: aiohttp.ClientSession, address: str, token: Token, seconds: float = STATUS_SECONDS, server_name: str = ""
 ) -> EngineStatus | Unanswered:
-    """What the engine at ``address`` says of itself, within ``seconds``."""
-    answer = await _json(http, "GET", f"{base_url(address)}/moontide/v1/status", token, seconds)
+    """What the engine at ``address`` says of itself, within ``seconds``. ``server_name``: see
+    :class:`moontide.planning.model.Replica`."""
+    url = f"{base_url(address)}/moontide/v1/status"
+    answer = await _json(http, "GET", url, token, seconds, server_name=server_name)
     if isinstance(answer, Unanswered):
         return answer
     code, body = answer
@@ -177,7 +200,8 @@ async def send(http: aiohttp.ClientSession, command: Command, token: Token, term
     if command.step.value in ("quiesce", "drain", "reset", "resume", "fence", "load") or "salt" in command.body:
         body["timeoutSeconds"] = command.timeout_seconds
     url = f"{base_url(command.replica.address)}/moontide/v1/{command.step.value}"
-    answer = await _json(http, "POST", url, token, command.timeout_seconds + MARGIN_SECONDS, body)
+    seconds = command.timeout_seconds + MARGIN_SECONDS
+    answer = await _json(http, "POST", url, token, seconds, body, command.replica.server_name)
     return _result(command, answer, started)
 
 

@@ -133,6 +133,8 @@ class Replica:
     """When the container that runs started."""
     tokens: tuple[str, ...] = ("",)
     """The rotations of the admin tokens that its engine may take, in the order in which they are tried."""
+    server_name: str = ""
+    """Whom its certificate must be for, where that is not the host of ``address``."""
     hindrance: str = ""
     """Why its container does not run, for people: ``REASON: message``; empty while nothing is wrong."""
 
@@ -165,6 +167,8 @@ class Fleet:
     """Name of the Secret with the bearer token of its admin ports."""
     namespace: str = ""
     """Of its pods, its pool and its Secret."""
+    wiper_tls: bool = False
+    """The pool's wiper may serve TLS: its pod says whether it does."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""TLS to admin planes and wipers: whom the operator trusts, and what it says when a peer is not to be trusted.
+
+A peer is verified by a name that follows from what the operator looks for (a fleet, the Service of a pool's master),
+not by the address at which it was found.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+from yarl import URL
+
+logger = logging.getLogger(__name__)
+
+REASON = "TLSHandshake"
+"""Why there was no answer: the peer could not prove who it is, or does not speak TLS."""
+LOOK_SECONDS = 5.0
+"""Between two looks at the authorities' file."""
+
+_EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
+_UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
+
+
+class Trust:
+    """Whom to trust: the public authorities and those of a file, which may come, change and go."""
+
+    def __init__(self, authorities: str = "") -> None:
+        """``authorities``: path of the file (PEM); empty: the public ones alone."""
+        self._file = Path(authorities) if authorities else None
+        self._context: ssl.SSLContext | None = None
+        self._known: bytes | None = None
+        self._refused: bytes | None = None
+        self._again = 0.0
+
+    def context(self) -> ssl.SSLContext:
+        """Of the authorities as they are now. Where they are others than before, it is another one."""
+        if self._context is not None and time.monotonic() < self._again:
+            return self._context
+        self._again = time.monotonic() + LOOK_SECONDS
+        found = self._read()
+        if self._context is not None and found in (self._known, self._refused):
+            return self._context
+        context = httpx.create_ssl_context(trust_env=False)
+        # Authorities that people make themselves often lack what Python 3.13 asks for in strict mode.
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        try:
+            if found:
+                context.load_verify_locations(cadata=found.decode())
+        except (ssl.SSLError, UnicodeDecodeError) as error:
+            self._refused = found
+            logger.error("%s holds no certificates (PEM): %s; what was trusted before is trusted on", self._file, error)
+            if self._context is not None:
+                return self._context
+        else:
+            if self._context is not None:
+                logger.info("the authorities of admin ports were replaced")
+            self._known = found
+        self._context = context
+        return context
+
+    def _read(self) -> bytes:
+        try:
+            return self._file.read_bytes() if self._file is not None else b""
+        except OSError:
+            # What the chart names may come later.
+            return b""
+
+
+class Connector(aiohttp.TCPConnector):
+    """Connections, and whom to trust for those over TLS.
+
+    A connection is kept for the context and the name with which it was verified: aiohttp's pool goes by both (by the
+    name since 3.14, a test says so). None that was made under other authorities is used again.
+    """
+
+    def __init__(self, trust: Trust, **options: Any) -> None:
+        super().__init__(**options)
+        self.trust = trust
+
+
+def terms(http: aiohttp.ClientSession, server_name: str) -> dict[str, Any]:
+    """How a request to an https URL is made. ``server_name``: whom the peer must be; empty: the URL's host.
+
+    Plain HTTP needs none of it: reading the public authorities takes longer than hundreds of calls.
+    """
+    connector = http.connector
+    context = connector.trust.context() if isinstance(connector, Connector) else True
+    return {"ssl": context, "server_hostname": server_name or None}
+
+
+def refusal(error: BaseException, url: str, server_name: str) -> str | None:
+    """Why the peer at ``url`` is not trusted, as a sentence that says what to do; None where TLS is not the reason.
+
+    ``server_name``: see :func:`terms`.
+    """
+    found: BaseException | None = error
+    # aiohttp's own errors are errors of ssl, too, but lack what those know.
+    while found is not None and (isinstance(found, aiohttp.ClientError) or not isinstance(found, ssl.SSLError)):
+        found = found.__cause__ or found.__context__
+    if found is None:
+        return None
+    name = server_name or URL(url).host
+    if not isinstance(found, ssl.SSLCertVerificationError):
+        if any(each in str(found) for each in _NO_TLS):
+            return (
+                f"what answers at {url} speaks plain HTTP, and is sent nothing: it has to serve TLS with a certificate "
+                f"for {name}"
+            )
+        return f"{url} and the operator agree on no TLS: {found.reason or found}"
+    code = found.verify_code
+    if code in (_EXPIRED, _NOT_YET):
+        when = "has expired" if code == _EXPIRED else "does not hold yet"
+        return (
+            f"the certificate at {url}, or its authority's, {when}: renew it in its Secret; an engine that runs takes "
+            "the new one within about a minute"
+        )
+    if code in (_OTHER_NAME, _OTHER_ADDRESS):
+        return f"the certificate at {url} is not for {name}: make one with that name among its dnsNames"
+    if code in _UNKNOWN_AUTHORITY:
+        return (
+            f"the certificate at {url} is of no authority that the operator trusts: put the authority's certificate "
+            "into a ConfigMap or Secret of the operator's namespace, under the key ca.crt, and write its name into the "
+            "chart's value adminTLS.caConfigMap or adminTLS.caSecret"
+        )
+    return f"the certificate at {url} is not valid: {found.verify_message}"
