@@ -132,6 +132,11 @@ class ToWiper:
             text = self._wiper + text.removeprefix(self._service)
         return self._inner.request(method, text, **more)
 
+    @property
+    def connector(self) -> aiohttp.BaseConnector | None:
+        """As of an ``aiohttp.ClientSession``."""
+        return self._inner.connector
+
     async def close(self) -> None:
         """As of an ``aiohttp.ClientSession``."""
         await self._inner.close()

@@ -126,7 +126,7 @@ async def lead(config: Config, metrics: Metrics, health: Health, stop: asyncio.E
     async with (
         GuardedClient(term, metrics.asked) as api,
         GuardedClient(term, metrics.asked) as many,
-        new_http_client() as http,
+        new_http_client(config.admin_authorities) as http,
     ):
         sight = Sight()
         kube = Kube(api, sight.saw)

@@ -56,6 +56,8 @@ class Config:
     """Empty outside a pod. A process takes the Lease at once from an earlier process of its own pod."""
     etcd_image: str = DEFAULT_ETCD_IMAGE
     """For pools of three masters that name no etcd."""
+    admin_authorities: str = ""
+    """A file with the authorities (PEM) of admin ports and wipers that serve TLS; empty: the public ones alone."""
     token_overlap_seconds: float = 600.0
     """How long engines take the old admin token, too, once a new one is in use."""
 
@@ -95,6 +97,7 @@ def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_F
         pod_name=environ.get("MOONTIDE_POD_NAME", ""),
         pod_uid=environ.get("MOONTIDE_POD_UID", ""),
         token_overlap_seconds=_seconds(environ, "MOONTIDE_TOKEN_OVERLAP_SECONDS", default.token_overlap_seconds),
+        admin_authorities=environ.get("MOONTIDE_ADMIN_AUTHORITIES", ""),
         etcd_image=environ.get("MOONTIDE_ETCD_IMAGE") or default.etcd_image,
     )
 

@@ -63,6 +63,7 @@ def test_there_is_no_snapshot_of_nothing() -> None:
         ({"networkPolicies": {"namespaces": ["R L"]}}, 'networkPolicies.namespaces has "R L"'),
         ({"networkPolicies": {"enabled": True}}, "write networkPolicies.namespaces, for example {rl}"),
         ({"trainer": {"roles": [ROLE, ROLE]}}, "in namespace rl twice: give each a name of its own"),
+        ({"adminTLS": {"caConfigMap": "a", "caSecret": "b"}}, "two places for one file: write one of them"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -138,6 +139,17 @@ def test_every_value_reaches_a_manifest() -> None:
         if done.stdout == before:
             untouched.append(".".join(place))
     assert untouched == []
+
+
+def test_of_the_authorities_secret_the_operator_gets_no_key() -> None:
+    found = chart.manifests({"adminTLS": {"caSecret": "root"}})
+    (pod,) = (each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment")
+    (volume,) = (each for each in pod["volumes"] if each["name"] == "admin-ca")
+    assert volume["secret"] == {
+        "secretName": "root",
+        "optional": True,
+        "items": [{"key": "ca.crt", "path": "ca.crt"}],
+    }
 
 
 def _leaves(values: dict[str, Any], *place: str) -> list[tuple[tuple[str, ...], Any]]:

@@ -235,6 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**FLEET, "spec": {}}, "a fleet either runs engines or adopts them"),
     (_with(ADOPTING, "spec.replicas", 2), "remove them, and write one URL a replica"),
     (_with(ADOPTING, "spec.engine", {"args": ["--seed=1"]}), "remove them, and write one URL a replica"),
+    (_with(ADOPTING, "spec.engine", {"adminTlsSecretRef": {"name": "t"}}), "remove them, and write one URL a replica"),
     (_with(ADOPTING, "spec.resources", {"limits": {"cpu": 1}}), "remove them, and write one URL a replica"),
     (_with(ADOPTING, "spec.rollout", {"drainSeconds": 1}), "remove them, and write one URL a replica"),
     (
@@ -354,6 +355,7 @@ def test_no_rule_is_without_a_case() -> None:
         _with(FLEET, "spec.replicas", "two"),
         _with(FLEET, "spec.model", {"source": "pvc://w/a"}),
         _with(FLEET, "spec.engine.device", "tpu"),
+        _with(FLEET, "spec.engine.adminTlsSecretRef", {"name": ""}),
         _with(FLEET, "spec.parallelism", {"tensor": 0}),
         _with(FLEET, "spec.model.version", "a b"),
         _with(FLEET, "spec.kvCache", {"poolRef": {"name": "kv"}, "onPoolFailure": "Hold"}),

@@ -25,6 +25,7 @@ from moontide.api.v1alpha1 import (
 )
 from moontide.cli.cluster import Reader, core, find, items, where
 from moontide.cli.errors import CliError, Denied, near
+from moontide.engines import tls
 from moontide.engines.client import Unanswered
 from moontide.errors import InvalidSpec
 from moontide.kube.client import Resource, parse
@@ -312,7 +313,8 @@ def _asked(at: _Look, resource: Resource[InferenceDeployment], replicas: list[Re
 
 
 def _unreached(answer: Unanswered) -> bool:
-    return answer.reason in ("Timeout", "Unreachable")
+    # Authorities of the cluster's own are the operator's to know.
+    return answer.reason in ("Timeout", "Unreachable", tls.REASON)
 
 
 def _with(replica: Replica, answer: EngineStatus | Unanswered | None) -> Replica:
@@ -343,7 +345,7 @@ def assumed(replica: Replica, resource: Resource[InferenceDeployment], policy: P
     ours = _closed(replica, resource, status.closed)
     memory = policy.status if policy is not None else PolicyVersionStatus()
     epoch, version = status.epoch or memory.epoch, status.version
-    if ours is not None and ours.reason in ("Starting", "NoAnswer", "Unreachable", "Timeout"):
+    if ours is not None and ours.reason in ("Starting", "NoAnswer", "Unreachable", "Timeout", tls.REASON):
         return replace(replica, error=f"{ours.reason}: {ours.message}")
     if not replica.may_have_served:
         if ours is None:

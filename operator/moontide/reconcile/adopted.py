@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from moontide import naming
 from moontide.api.v1alpha1 import Endpoints, InferenceDeployment, InferenceDeploymentStatus
+from moontide.engines import tls
 from moontide.engines.client import STATUS_SECONDS, Unanswered, engine_status, fan_out, send
 from moontide.kube.client import Resource
 from moontide.planning import protocol
@@ -154,7 +155,7 @@ def _unanswered(deployment: Resource[InferenceDeployment], url: str, answer: Una
             f"{answer.reason}: {url} does not take the fleet's token: write the token of Secret {secret} into the "
             "engine's MOONTIDE_ADMIN_TOKEN_FILE"
         )
-    if answer.reason in ("Timeout", "Unreachable"):
+    if answer.reason in ("Timeout", "Unreachable", tls.REASON):
         return f"{answer.reason}: {answer.message}"
     return f"{answer.reason}: what answers at {url} is no admin port of an engine with the Moontide plugin"
 

@@ -17,7 +17,7 @@ from moontide.planning.model import EngineStatus, Fleet, Replica
 from moontide.reconcile import adopted, tokens
 from moontide.reconcile.context import Context
 from moontide.reconcile.stalls import facts
-from moontide.resources import groups
+from moontide.resources import admintls, groups
 from moontide.resources.sources import FETCH_CONTAINER
 
 PATIENCE_SECONDS = 1.0
@@ -79,6 +79,7 @@ def unasked(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
     container = running_container(pod)
     admitted = (metadata.annotations or {}).get(labels.ADMITTED_CONTAINER)
     ip = pod.status.pod_ip if pod.status is not None else None
+    secured = admintls.serves(pod, admintls.ENGINE)
     return Replica(
         name=naming.qualified(metadata.name, of.namespace, home),
         namespace=of.namespace,
@@ -86,7 +87,8 @@ def unasked(pod: k8s.V1Pod, of: Meta, home: str) -> Replica:
         pod=metadata.name,
         pod_uid=metadata.uid,
         fleet=of.uid,
-        address=f"{ip}:{naming.ADMIN_PORT}" if ip else None,
+        address=f"{'https://' if secured else ''}{ip}:{naming.ADMIN_PORT}" if ip else None,
+        server_name=naming.service_host(of.name, of.namespace) if secured else "",
         container_id=container,
         may_have_served=container is not None and container == admitted,
         terminating=metadata.deletion_timestamp is not None,
@@ -199,7 +201,7 @@ async def ask(ctx: Context, listed: Roster, home: str, known: Mapping[str, Engin
 def _status(ctx: Context, replica: Replica) -> asyncio.Task[EngineStatus | Unanswered]:
     assert replica.address is not None
     tokens = ctx.tokens.each(replica.fleet, replica.tokens)
-    return asyncio.ensure_future(engine_status(ctx.http, replica.address, tokens))
+    return asyncio.ensure_future(engine_status(ctx.http, replica.address, tokens, server_name=replica.server_name))
 
 
 def _late(replica: Replica) -> Unanswered:

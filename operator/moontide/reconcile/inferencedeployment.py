@@ -16,6 +16,7 @@ from moontide.api.v1alpha1 import (
     PolicyVersion,
     quantity_bytes,
 )
+from moontide.engines import tls
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import DEPLOYMENT
@@ -29,7 +30,7 @@ from moontide.reconcile.fleets import observe
 from moontide.reconcile.overrides import overridden
 from moontide.reconcile.policyversion import UNMANAGED_EPOCH, reconcile_unmanaged
 from moontide.reconcile.stalls import stall_of
-from moontide.resources import disruption, engine, groups, masters, memory, podtemplate, transport
+from moontide.resources import admintls, disruption, engine, groups, masters, memory, podtemplate, transport
 from moontide.resources.podtemplate import Overridden
 from moontide.status import Verdict, merge
 
@@ -209,6 +210,8 @@ def children(
         client=pool.model.spec.client_timeouts if pool is not None else None,
         election=elected,
     )
+    secret = spec.engine.admin_tls_secret_ref
+    deployment = admintls.dress(deployment, admintls.ENGINE, secret.name if secret is not None else None)
     fleet = overridden(_dressed(deployment, spec, pool), spec.pod_template, podtemplate.ENGINE)
     made.append(fleet if spec.nodes == 1 else groups.group(fleet, spec.nodes))
     budget = disruption.budget(meta.name, meta.namespace, owner, spec)
@@ -281,7 +284,8 @@ def _why_closed(replica: Replica, around: Around) -> tuple[str, str] | None:
         if replica.container_id is None:
             reason, _, message = replica.hindrance.partition(": ")
             return reason or "Starting", message or "the engine's container does not run yet"
-        return "NoAnswer", replica.error
+        reason, _, message = replica.error.partition(": ")
+        return (tls.REASON, message) if reason == tls.REASON else ("NoAnswer", replica.error)
     if said.state != "closed":
         return None
     wanted = around.policy.model.spec if around.policy is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 
+from moontide import naming
 from moontide.api.v1alpha1 import InferenceDeployment
 from moontide.errors import InvalidSpec
 from moontide.kube.client import Resource
@@ -17,7 +18,7 @@ GOOD_FOR = dt.timedelta(minutes=5)
 
 
 async def check(ctx: Context, resource: Resource[InferenceDeployment]) -> None:
-    """Raises :class:`InvalidSpec` (``SecretMissing``, ``ClaimMissing``) where the model names what does not exist.
+    """Raises :class:`InvalidSpec` (``SecretMissing``, ``ClaimMissing``) where the spec names what does not exist.
 
     Whether a Secret exists is all that is asked: its content is never read. A key that it lacks shows when the kubelet
     refuses to start the container. While all of it was there for this spec lately, nothing is asked.
@@ -32,12 +33,31 @@ async def check(ctx: Context, resource: Resource[InferenceDeployment]) -> None:
     for name in sources.secrets(model):
         if not await ctx.kube.secret_exists(namespace, name):
             raise _missing("SecretMissing", f"Secret {name}", namespace)
+    secret = resource.model.spec.engine.admin_tls_secret_ref
+    if secret is not None:
+        host = naming.service_host(meta.name, namespace)
+        await check_certificate(ctx, namespace, secret.name, "spec.engine.adminTlsSecretRef", host)
     for name in sources.claims(model):
         if not await ctx.kube.claim_exists(namespace, name):
             raise _missing("ClaimMissing", f"PersistentVolumeClaim {name}", namespace)
     for uid in [uid for uid, (_, at) in met.items() if now - at >= GOOD_FOR]:
         del met[uid]
     met[meta.uid] = (meta.generation, now)
+
+
+async def check_certificate(ctx: Context, namespace: str, secret: str, field: str, host: str) -> None:
+    """Raises :class:`InvalidSpec` (``SecretMissing``) where the certificate that ``field`` names does not exist.
+
+    ``host``: the name that it must be for.
+    """
+    if await ctx.kube.secret_exists(namespace, secret):
+        return
+    text = (
+        f"Secret {secret} of {field} does not exist in namespace {namespace}: make it, of type kubernetes.io/tls and "
+        f"for the DNS name {host} (kubectl create secret tls {secret} -n {namespace} --cert=tls.crt --key=tls.key), or "
+        "remove the field; nothing that runs is changed until then"
+    )
+    raise InvalidSpec("SecretMissing", text)
 
 
 def _missing(reason: str, what: str, namespace: str) -> InvalidSpec:

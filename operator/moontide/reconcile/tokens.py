@@ -51,7 +51,7 @@ async def look(
         async def ask(replica: Replica) -> str:
             if replica.address is None:
                 return "Unreachable"
-            answer = await engine_status(ctx.http, replica.address, single)
+            answer = await engine_status(ctx.http, replica.address, single, server_name=replica.server_name)
             return answer.reason if isinstance(answer, Unanswered) else ""
 
         found: list[str] = await fan_out(list(fleet.replicas), ask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import json
+import ssl
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -73,10 +74,17 @@ class Network(httpx.AsyncBaseTransport):
         self.wiped: list[tuple[str, str]] = []
         """Host of the wiper, and namespace of keys."""
         self.asked: set[str] = set()
+        self.names: dict[str, set[str]] = {}
+        """By host, whom its certificate had to be for."""
+        self.distrusted = ""
+        """Host whose TLS is none."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         place = f"{request.url.host}:{request.url.port}"
         self.asked.add(f"{request.url.scheme}://{place}")
+        self.names.setdefault(request.url.host, set()).add(request.extensions.get("sni_hostname", ""))
+        if request.url.host == self.distrusted:
+            raise httpx.ConnectError("no") from ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number")
         if request.url.port == 9004:
             self.wiped.append((request.url.host, json.loads(request.content)["namespace"]))
             return httpx.Response(200, json={"success": True, "removed": 0}, request=request)

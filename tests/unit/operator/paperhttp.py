@@ -22,6 +22,8 @@ class _Answer:
 class _Session:
     """As much of an ``aiohttp.ClientSession`` as :mod:`moontide.engines.client` uses."""
 
+    connector = None
+
     def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
         self._http = httpx.AsyncClient(transport=transport)
 
@@ -36,8 +38,11 @@ class _Session:
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, url: object, **more: Any) -> AsyncIterator[_Answer]:
+        name = more.get("server_hostname")
+        extensions = {"sni_hostname": name} if name else None
+        headers, content = more.get("headers"), more.get("data")
         try:
-            answer = await self._http.request(method, str(url), headers=more.get("headers"), content=more.get("data"))
+            answer = await self._http.request(method, str(url), headers=headers, content=content, extensions=extensions)
         except httpx.HTTPError as error:
             raise aiohttp.ClientConnectionError(str(error)) from error
         yield _Answer(answer)

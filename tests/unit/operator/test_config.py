@@ -37,13 +37,15 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         "MOONTIDE_TOKEN_OVERLAP_SECONDS": "60",
         "MOONTIDE_LEASE_NAME": "l",
         "MOONTIDE_LEASE_SECONDS": "30",
+        "MOONTIDE_ADMIN_AUTHORITIES": "/ca.crt",
         "MOONTIDE_POD_NAME": "p",
         "MOONTIDE_POD_UID": "u",
     }
     hook = (3, "trainers", "/tls")
     engine = ("e", "0.24.0", "cpu")
     pod = ("p", "u")
-    wanted = Config("from-file", "a", *engine, "m", "f", "DEBUG", 1, 2, *hook, 1.5, "l", 30, *pod, "etcd", 60.0)
+    last = ("etcd", "/ca.crt", 60.0)
+    wanted = Config("from-file", "a", *engine, "m", "f", "DEBUG", 1, 2, *hook, 1.5, "l", 30, *pod, *last)
     assert load(environ, own) == wanted
     assert load({**environ, "MOONTIDE_NAMESPACE": "said"}, own).namespace == "said"
 

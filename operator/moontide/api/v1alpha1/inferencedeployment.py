@@ -68,6 +68,9 @@ class Engine(Api):
     args: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=128)] = ()
     """More flags for ``vllm serve``."""
     env: Annotated[tuple[EnvVar, ...], Field(max_length=128)] = ()
+    admin_tls_secret_ref: ObjectName | None = None
+    """A Secret of type kubernetes.io/tls for the admin ports, with the DNS name ``NAME.NAMESPACE.svc`` of the fleet;
+    plain HTTP when absent. A renewed one restarts nothing."""
 
 
 class KVCache(Api):
@@ -154,6 +157,7 @@ _pods_only = (
     "!has(self.resources) && !has(self.parallelism) && "
     "self.replicas == 1 && self.sharedMemory == '1Gi' && !has(self.engine.image) && "
     "!has(self.engine.device) && !has(self.engine.version) && "
+    "!has(self.engine.adminTlsSecretRef) && "
     "self.engine.patches == 'Require' && self.engine.args.size() == 0 && self.engine.env.size() == 0 && "
     "self.rollout.maxSurge == 0 && self.rollout.maxUnavailable == 1 && self.rollout.drainSeconds == 30 && "
     "self.rollout.disruptionBudget == 'Managed' && !has(self.spread) && "
@@ -249,7 +253,7 @@ class ClosedReplica(Api):
 
     name: str
     address: str | None = None
-    """``host:port`` of its admin plane, where a trainer pushes weights."""
+    """``host:port`` of its admin plane, where a trainer pushes weights, or its URL where that is not http."""
     reason: str
     message: Annotated[str, Field(max_length=1024)] = ""
 
