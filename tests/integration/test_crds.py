@@ -372,6 +372,7 @@ def test_no_rule_is_without_a_case() -> None:
         _with(ADOPTING, "spec.endpoints", {"urls": ["http://10.0.0.7:8001"] * 2}),
         _with(ADOPTING, "spec.endpoints", {"gone": ["b"]}),
         _with(POOL, "spec.memory.perReplica", "lots"),
+        _with(POOL, "spec.master.wiperTlsSecretRef", {"name": ""}),
         _with(POOL, "spec.master.evictionHighWatermarkPercent", 101),
     ],
     ids=lambda body: json.dumps(body["spec"])[:60],

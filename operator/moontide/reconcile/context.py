@@ -39,7 +39,7 @@ class Context:
     now: Callable[[], dt.datetime] = utc_now
     metrics: Metrics = field(default_factory=Metrics)
     needs_met: dict[str, tuple[int, dt.datetime]] = field(default_factory=dict)
-    """By a fleet's uid, the generation whose Secrets and claims were all there, and when that was asked."""
+    """By a fleet's or pool's uid, the generation whose Secrets and claims were all there, and when that was asked."""
 
     pods: dict[tuple[str, str], dict[str, tuple[str, Replica | None]]] = field(default_factory=dict)
     """By a fleet's uid and who looks: the pods of the last look, by uid, with their resource version."""

@@ -14,7 +14,7 @@ from moontide.api.v1alpha1 import InferenceDeployment
 from moontide.engines.client import Unanswered, engine_status, settled
 from moontide.kube.client import Meta, Resource
 from moontide.planning.model import EngineStatus, Fleet, Replica
-from moontide.reconcile import adopted, tokens
+from moontide.reconcile import adopted, tokens, wipers
 from moontide.reconcile.context import Context
 from moontide.reconcile.stalls import facts
 from moontide.resources import admintls, groups
@@ -136,6 +136,7 @@ async def roster(ctx: Context, deployment: Resource[InferenceDeployment], home: 
         pool_uid=pool.meta.uid if pool is not None else None,
         token_secret=naming.admin_secret(meta.name),
         replicas=tuple(found),
+        wiper_tls=pool is not None and wipers.may_serve_tls(pool),
     )
     return Roster(fleet, deployment if spec.endpoints is not None else None, tuple(left))
 

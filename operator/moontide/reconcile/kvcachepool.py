@@ -16,11 +16,11 @@ from moontide.engines.client import Unanswered, fetch
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import POOL
-from moontide.reconcile import isolation, leadership, poolhealth, storenodes
+from moontide.reconcile import isolation, leadership, needs, poolhealth, storenodes, wipers
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.overrides import overridden
-from moontide.resources import masters, podtemplate, store
+from moontide.resources import admintls, masters, podtemplate, store
 from moontide.resources.podtemplate import Overridden
 
 MASTER_SECONDS = 2.0
@@ -113,7 +113,9 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     refusal = await _apply(ctx, pool)
     if refusal is not None:
         verdict, again = refusal
-        await _write(ctx, pool, _status(ctx, pool, MasterState(), verdict, fleets))
+        now = _status(ctx, pool, MasterState(), verdict, fleets)
+        before = pool.model.status or KVCachePoolStatus()
+        await _write(ctx, pool, now.model_copy(update={"wiper_tls": before.wiper_tls}))
         return again
 
     election = _election(pool)
@@ -123,7 +125,8 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     verdict = _verdict(seen, await ctx.kube.get_child_deployment(namespace, naming.master(name)))
     nodes = await storenodes.look(ctx, pool)
     started = await poolhealth.master_started(ctx, pool)
-    await _write(ctx, pool, _status(ctx, pool, seen, verdict, fleets, nodes, started, led))
+    now = _status(ctx, pool, seen, verdict, fleets, nodes, started, led)
+    await _write(ctx, pool, now.model_copy(update={"wiper_tls": await wipers.tls_of(ctx, pool)}))
     if led is not None:
         await leadership.tell(ctx, pool, led)
     if verdict.status != "True" or (nodes is not None and nodes.leaving):
@@ -138,11 +141,13 @@ def _election(pool: Resource[KVCachePool]) -> masters.Election | None:
 async def _apply(ctx: Context, pool: Resource[KVCachePool]) -> tuple[status.Verdict, float] | None:
     """Apply the children. None when it is done; else what to say, and the seconds until the next try."""
     try:
+        await wipers.check(ctx, pool)
         made: list[Child | Overridden] = [*children(ctx, pool)]
         nodes = await storenodes.prepare(ctx, pool)
         await ctx.kube.apply(*made, *([nodes] if nodes is not None else []))
     except InvalidSpec as error:
-        return status.Verdict(READY, "False", error.reason, error.message), ctx.config.resync_seconds
+        again = needs.AGAIN_SECONDS if error.reason in needs.REASONS else ctx.config.resync_seconds
+        return status.Verdict(READY, "False", error.reason, error.message), again
     except Retry as error:
         return status.Verdict(READY, "False", "ApplyFailed", error.reason), error.after
     return None
@@ -163,6 +168,7 @@ def children(ctx: Context, pool: Resource[KVCachePool]) -> tuple[Child | Overrid
             made.append(masters.etcd_service(name, namespace, owner))
             made.append(masters.etcd_deployment(name, namespace, owner, ctx.config.etcd_image))
         service, deployment = masters.lead(service), masters.replicate(deployment, election)
+    deployment = admintls.dress(deployment, admintls.WIPER, wipers.secret_of(pool))
     return (*made, service, overridden(deployment, spec.pod_template, podtemplate.MASTER))
 
 

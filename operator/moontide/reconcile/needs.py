@@ -7,7 +7,7 @@ import datetime as dt
 from moontide import naming
 from moontide.api.v1alpha1 import InferenceDeployment
 from moontide.errors import InvalidSpec
-from moontide.kube.client import Resource
+from moontide.kube.client import Meta, Resource
 from moontide.reconcile.context import Context
 from moontide.resources import sources
 
@@ -26,9 +26,8 @@ async def check(ctx: Context, resource: Resource[InferenceDeployment]) -> None:
     model, namespace = resource.model.spec.model, resource.meta.namespace
     if model is None:
         return
-    meta, now, met = resource.meta, ctx.now(), ctx.needs_met
-    generation, at = met.get(meta.uid, (None, now))
-    if generation == meta.generation and now - at < GOOD_FOR:
+    meta = resource.meta
+    if met_lately(ctx, meta):
         return
     for name in sources.secrets(model):
         if not await ctx.kube.secret_exists(namespace, name):
@@ -40,6 +39,18 @@ async def check(ctx: Context, resource: Resource[InferenceDeployment]) -> None:
     for name in sources.claims(model):
         if not await ctx.kube.claim_exists(namespace, name):
             raise _missing("ClaimMissing", f"PersistentVolumeClaim {name}", namespace)
+    remember(ctx, meta)
+
+
+def met_lately(ctx: Context, meta: Meta) -> bool:
+    """Whether all that the spec names was there lately."""
+    generation, at = ctx.needs_met.get(meta.uid, (None, ctx.now()))
+    return generation == meta.generation and ctx.now() - at < GOOD_FOR
+
+
+def remember(ctx: Context, meta: Meta) -> None:
+    """All that the spec names is there now."""
+    now, met = ctx.now(), ctx.needs_met
     for uid in [uid for uid, (_, at) in met.items() if now - at >= GOOD_FOR]:
         del met[uid]
     met[meta.uid] = (meta.generation, now)

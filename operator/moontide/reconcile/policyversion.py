@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Literal
 
-from moontide import labels, naming
+from moontide import labels
 from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
 from moontide.engines.client import CALLS_AT_ONCE, collect, fan_out, impatient, send, wipe, wipe_without_store
 from moontide.errors import Retry
@@ -25,7 +25,7 @@ from moontide.planning.model import (
     Step,
     Wipe,
 )
-from moontide.reconcile import adopted
+from moontide.reconcile import adopted, wipers
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
 from moontide.reconcile.rounds import Gone, Round
@@ -196,8 +196,7 @@ async def perform(ctx: Context, action: Action) -> Result:
             fleet = action.fleet
             if fleet.pool is None or fleet.pool_uid is None:
                 return wipe_without_store(action, fleet)
-            host = naming.service_host(naming.master(fleet.pool), fleet.namespace)
-            url, token = f"http://{host}:{naming.WIPER_PORT}", ctx.tokens.derive(fleet.pool_uid)
+            url, token = await wipers.base_url(ctx, fleet), ctx.tokens.derive(fleet.pool_uid)
             if isinstance(action, Collect):
                 return await collect(ctx.http, action, url, token, ctx.term())
             return await wipe(ctx.http, action, url, token, ctx.term())

@@ -46,6 +46,7 @@ class World:
         self.live = live
         self.pods: list[k8s.V1Pod] = []
         self.masters: list[k8s.V1Pod] = []
+        self.secrets: set[str] = set()
         self.fleets: list[Resource[Any]] = []
         self.figures = dict(FIGURES)
         self.mounted: list[str] = ["10.0.0.1:1", "10.0.0.2:1"]
@@ -83,6 +84,9 @@ class World:
             return self.pods
         assert selector == labels.selector(labels.store_labels("kv"))
         return self.masters
+
+    async def secret_exists(self, namespace: str, name: str) -> bool:
+        return name in self.secrets
 
     async def apply(self, *children: Any) -> None:
         for child in children:

@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from moontide.api.v1alpha1.common import Api, Conditions, Quantity, ResourceRequirements, Timestamp, rule, validations
+from moontide.api.v1alpha1.common import (
+    Api,
+    Conditions,
+    ObjectName,
+    Quantity,
+    ResourceRequirements,
+    Timestamp,
+    rule,
+    validations,
+)
 from moontide.api.v1alpha1.etcd import Etcd
 from moontide.api.v1alpha1.podtemplate import MASTER_CONTAINERS, PodTemplate, template_rules
 
@@ -111,6 +120,10 @@ class Master(Api):
     """How much of the keys one eviction removes, in percent (``-eviction_ratio``)."""
     extra_args: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=64)] = ()
     """More flags of ``mooncake_master``, each as one item."""
+    wiper_tls_secret_ref: ObjectName | None = None
+    """A Secret of type kubernetes.io/tls for the wiper, with the DNS name ``NAME-master.NAMESPACE.svc``; plain HTTP
+    when absent. To set or remove it replaces the masters: the keys of a single one are lost. A renewed one replaces
+    nothing."""
 
 
 NODE_OVERHEAD = "256Mi"
@@ -268,6 +281,8 @@ class KVCachePoolStatus(Api):
     store_nodes: StoreNodesStatus | None = None
     holder: str | None = None
     """UID of the fleet that has a ``Dedicated`` pool: the one that named it first."""
+    wiper_tls: bool | None = None
+    """True while there may be a pod whose wiper serves TLS."""
     deployments: Annotated[tuple[str, ...], Field(max_length=256)] = ()
     """Names of the InferenceDeployments that name this pool."""
 
