@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "engine_patches"))
 
 import uvicorn
 
+from moontide_engine import tls
 from moontide_engine import wiper as wipers
 from moontide_engine.admin import AdminApp, Answer, Commands
 from moontide_engine.auth import TokenFile
@@ -197,35 +198,39 @@ class Doubles:
         self._gates: dict[str, GateMiddleware] = {}
         self._tasks: dict[str, tuple[uvicorn.Server, asyncio.Task[None]]] = {}
 
-    async def engine(self, name: str, host: str, token: str, namespace: str, fences: bool, weights: str) -> None:
-        """Start an engine process, so to speak: closed, with these weights."""
+    async def engine(
+        self, name: str, host: str, token: str, namespace: str, fences: bool, weights: str, folder: str = ""
+    ) -> None:
+        """Start an engine process, so to speak: closed, with these weights. ``folder``: of its certificate, for TLS."""
         made = self._engines[name] = Engine(name, namespace, self._store, self._journal, fences)
         made.weights = weights
         middleware = self._gates[name] = GateMiddleware(nothing, made.gate, 16)
         commands = Recorded(made, namespace, self._journal, middleware)
         app = AdminApp(commands, middleware, nothing, TokenFile(token))
-        await self._serve(name, app, host, ADMIN_PORT)
+        await self._serve(name, app, host, ADMIN_PORT, folder)
 
     async def inference(self, name: str, host: str) -> None:
         """Serve an engine's inference port, too: its gate, and 404 behind it."""
         await self._serve(f"{name} inference", self._gates[name], host, INFERENCE_PORT)
 
-    async def _serve(self, name: str, app: Any, host: str, port: int) -> None:
+    async def _serve(self, name: str, app: Any, host: str, port: int, folder: str = "") -> None:
         config = uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off")
+        if folder:
+            tls.secure(config, tls.Certificate(folder))
         server = uvicorn.Server(config)
         self._tasks[name] = server, asyncio.create_task(server.serve())
         while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
             await asyncio.sleep(0.005)
 
-    async def wiper(self, host: str, token: str) -> None:
-        """Start the wiper."""
+    async def wiper(self, host: str, token: str, folder: str = "") -> None:
+        """Start the wiper. ``folder``: of its certificate, for TLS."""
 
         def list_keys(metrics: str, timeout: float) -> Iterator[str]:
             with self._store.lock:
                 return iter(list(self._store.keys))
 
         wipers.list_keys = list_keys
-        config = wipers.Config(host, WIPER_PORT, token, "", "")
+        config = wipers.Config(host, WIPER_PORT, token, "", "", tls=folder)
         server = wipers.make_server(config, Wiper(self._store, self._journal))
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.component.certificates import Authority
+
 API = "moontide.dev/v1alpha1"
 ROOT = Path(__file__).resolve().parents[2]
 PLURALS = {
@@ -84,6 +86,7 @@ class Stage:
         self.services = address()
         """The address of every Service of the namespace."""
         self._tokens: dict[str, Path] = {}
+        self._certificates: dict[str, Path] = {}
         self._journal = folder / "journal"
         self._journal.touch()
         command = [sys.executable, "-m", "tests.integration.fleet_double", str(self._journal)]
@@ -119,10 +122,21 @@ class Stage:
         body = {"apiVersion": API, "kind": kind, "metadata": {"name": name}, "spec": spec}
         return self.api("POST", self.path(kind), body)
 
-    def pool(self, name: str = "kv") -> None:
+    def pool(self, name: str = "kv", **spec: Any) -> None:
         """A pool, and its wiper."""
-        self.create("KVCachePool", name, {})
-        self.double("wiper", host=self.services, token=str(self._token(f"{name}-wiper")))
+        self.create("KVCachePool", name, spec)
+        secret = ((spec.get("master") or {}).get("wiperTlsSecretRef") or {}).get("name")
+        folder = str(self._certificates[secret]) if secret else ""
+        self.double("wiper", host=self.services, token=str(self._token(f"{name}-wiper")), folder=folder)
+
+    def certificate(self, secret: str, authority: Authority, host: str) -> None:
+        """A Secret of type kubernetes.io/tls, which pods that name it are given."""
+        folder = self._certificates[secret] = self.folder / secret
+        folder.mkdir()
+        authority.issue(folder, host)
+        data = {name: base64.b64encode((folder / name).read_bytes()).decode() for name in ("tls.crt", "tls.key")}
+        body = {"metadata": {"name": secret}, "type": "kubernetes.io/tls", "data": data}
+        self.api("POST", f"/api/v1/namespaces/{self.namespace}/secrets", body)
 
     def fleet(self, name: str, fences: bool, version: str = "1", replicas: int = 2, **policy: Any) -> None:
         """A fleet that follows a policy of the same name; returns when all its pods answer."""
@@ -170,7 +184,10 @@ class Stage:
             if pod["status"].get("podIP"):
                 continue
             host, token = address(), str(self._tokens[fleet])
-            self.double("engine", name=name, host=host, token=token, namespace=uid, fences=fences, weights=weights)
+            mounted = next((each for each in pod["spec"]["volumes"] if each["name"] == "admin-tls"), None)
+            folder = str(self._certificates[mounted["secret"]["secretName"]]) if mounted is not None else ""
+            more = {"namespace": uid, "fences": fences, "weights": weights, "folder": folder}
+            self.double("engine", name=name, host=host, token=token, **more)
             running = {"running": {"startedAt": "2026-11-28T08:00:00Z"}}
             engine = {"name": "engine", "image": "x", "imageID": "x", "ready": True, "restartCount": 0}
             engine |= {"state": running, "containerID": f"x://{name}"}
