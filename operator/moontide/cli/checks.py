@@ -100,6 +100,7 @@ def examine(facts: Facts) -> list[Finding]:
     found += guards(facts)
     found += nodes(facts)
     found += fleets(facts)
+    found += authorities(facts)
     return found
 
 
@@ -473,3 +474,31 @@ def seeds(sight: FleetSight) -> list[Finding]:
         text = "PYTHONHASHSEED is not set: each engine hashes in its own way, and none finds another's keys"
         return [Finding(Level.FAIL, about, text, "delete the pods: the operator's template sets it")]
     return [Finding(Level.OK, about, f"PYTHONHASHSEED is {seed} on all {sum(map(len, found.values()))} pods")]
+
+
+# -- TLS ---------------------------------------------------------------------------------------------------------------
+
+
+def authorities(facts: Facts) -> list[Finding]:
+    """Whether the operator of each namespace whose admin ports or wipers serve TLS can know who signs for them."""
+    if facts.sight is None or not facts.operators:
+        return []
+    asked: dict[str, list[str]] = {}
+    for fleet in facts.sight.fleets:
+        if fleet.resource.model.spec.engine.admin_tls_secret_ref is not None:
+            asked.setdefault(fleet.resource.meta.namespace, []).append(f"fleet {fleet.full_name}")
+    for pool in facts.sight.pools:
+        if pool.model.spec.master.wiper_tls_secret_ref is not None:
+            asked.setdefault(pool.meta.namespace, []).append(f"pool {pool.meta.namespace}/{pool.meta.name}")
+    found = []
+    for each in facts.operators:
+        served = each.environ.get("MOONTIDE_WATCH_NAMESPACE")
+        who = sorted(name for namespace, names in asked.items() for name in names if served in (None, "", namespace))
+        about = f"operator {each.namespace}/{each.name}"
+        if who and each.environ.get("MOONTIDE_ADMIN_AUTHORITIES"):
+            found.append(Finding(Level.OK, about, f"is told who signs the certificates of {_some(who)}"))
+        elif who:
+            text = f"knows public authorities alone, which sign for no Service, and TLS is asked for by {_some(who)}"
+            todo = "write the chart's value adminTLS.caConfigMap or adminTLS.caSecret: docs/security.md"
+            found.append(Finding(Level.FAIL, about, text, todo))
+    return found

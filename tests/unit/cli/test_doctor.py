@@ -18,7 +18,7 @@ from moontide.cli.gather import look
 from moontide.cli.live import plainly
 from moontide.crdgen import crd
 from moontide.kube.kinds import KINDS
-from tests.unit.cli.paper import NOW, Object, PaperCluster, paper, pod_of
+from tests.unit.cli.paper import MOONTIDE, NOW, Object, PaperCluster, paper, pod_of
 from tests.unit.cli.test_rehearsal import world_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,6 +92,24 @@ def test_all_is_well() -> None:
     assert {"operator moontide-system/moontide-operator", "rights of the operator", "your rights"} <= about
     assert "op-1 leads" in [each.text for each in found]
     assert "PYTHONHASHSEED is 0 on all 2 pods" in [each.text for each in found]
+
+
+def test_tls_without_authorities_is_found() -> None:
+    cluster = healthy()
+    (fleet,) = cluster.lists[f"{MOONTIDE}/namespaces/rl/inferencedeployments"]
+    fleet["spec"]["engine"] = {"adminTlsSecretRef": {"name": "chat-tls"}}
+    (pool,) = cluster.lists[f"{MOONTIDE}/namespaces/rl/kvcachepools"]
+    pool["spec"]["master"] = {"wiperTlsSecretRef": {"name": "kv-tls"}}
+    found = one(cluster, "operator moontide-system/moontide-operator")
+    assert found.level is Level.FAIL
+    assert found.text.endswith("TLS is asked for by fleet rl/chat, pool rl/kv")
+    told = operator()
+    variable = {"name": "MOONTIDE_ADMIN_AUTHORITIES", "value": "/etc/moontide/admin-ca/ca.crt"}
+    told["spec"]["template"]["spec"]["containers"][0]["env"].append(variable)
+    cluster.lists["/apis/apps/v1/deployments"] = [told]
+    assert bad(cluster) == []
+    said = [each.text for each in examine(facts(cluster))]
+    assert "is told who signs the certificates of fleet rl/chat, pool rl/kv" in said
 
 
 def test_before_an_install_it_says_what_to_install() -> None:
