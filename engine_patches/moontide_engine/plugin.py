@@ -10,7 +10,7 @@ import importlib
 import inspect
 from typing import Any
 
-from moontide_engine import cpu_build, fallback, settings
+from moontide_engine import cpu_build, fallback, settings, tls
 from moontide_engine.patches import (
     Registry,
     bounded_transfers,
@@ -56,10 +56,12 @@ PATCHES = Registry(
 
 
 def register() -> None:
-    """Apply all patches. Raises PatchRefused or SettingsError, and the engine does not start."""
+    """Apply all patches. Raises PatchRefused, SettingsError or CertificateError, and the engine does not start."""
     if not settings.enabled():
         return
     loaded = settings.load()
+    # Once more when it is served. Here it is known before minutes have gone into loading weights.
+    tls.certificate(loaded.admin_tls)
     PATCHES.apply(auto=loaded.auto_patches)
     cpu_build.prepare()
     fallback.prepare()

@@ -20,12 +20,12 @@ class Authority:
         _openssl("req", "-x509", *_KEY, *made)
 
     def issue(self, folder: Path, *names: str, days: int = 2) -> None:
-        """``tls.crt`` and ``tls.key`` for DNS names, into ``folder``, where both are replaced.
+        """``tls.crt`` and ``tls.key`` for DNS names or addresses, into ``folder``, where both are replaced.
 
         With negative ``days`` it has expired.
         """
         request, key, made = (self._folder / each for each in ("leaf.csr", "leaf.key", "leaf.crt"))
-        wanted = ",".join(f"DNS:{name}" for name in names)
+        wanted = ",".join(f"{'IP' if name[-1].isdigit() else 'DNS'}:{name}" for name in names)
         more = ("-addext", f"subjectAltName={wanted}") if names else ()
         _openssl("req", *_KEY, "-keyout", key, "-out", request, "-subj", "/CN=moontide", *more)
         signed = ("-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial", "-days", str(days))

@@ -123,6 +123,13 @@ async def test_whoever_cannot_prove_its_name_is_refused_with_what_to_do(
         assert "has expired: renew it in its Secret" in await peer.why(http)
 
 
+async def test_without_a_name_it_is_the_hosts(tmp_path: Path, authority: Authority) -> None:
+    """As for an engine that others launched: its URL is all that is known of it."""
+    authority.issue(tmp_path, "127.0.0.1")
+    async with serving(tmp_path) as peer, new_http_client(str(authority.certificate)) as http:
+        assert isinstance(await peer.ask(http, ""), EngineStatus)
+
+
 async def test_a_peer_without_tls_is_sent_nothing(tmp_path: Path, authority: Authority) -> None:
     async with (
         serving(tmp_path, secured=False) as peer,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from moontide_engine import settings, tls
+from moontide_engine import plugin, settings, tls
 from moontide_engine.asgi import Receive, Scope, Send, send_json
 from moontide_engine.wiper import Config, Wiper, make_server
 from tests.component.certificates import Authority
@@ -67,6 +67,13 @@ def until(done: Callable[[], object], seconds: float = 30.0) -> None:
     while not done():
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.02)
+
+
+def test_an_engine_that_is_given_no_certificate_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONTIDE_ENABLED", "1")
+    monkeypatch.setenv("MOONTIDE_ADMIN_TLS", str(tmp_path))
+    with pytest.raises(tls.CertificateError):
+        plugin.register()
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
