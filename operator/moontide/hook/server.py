@@ -267,6 +267,8 @@ class Certificate:
             digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in self._files)).digest()
             if digest == self._digest:
                 return False
+            # A context whose load fails midway has lost what it had.
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*self._files)
             self.context.load_cert_chain(*self._files)
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"{self._files[0]} and tls.key are no certificate and key: {error}") from error

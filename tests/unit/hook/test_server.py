@@ -8,6 +8,7 @@ import hmac
 import itertools
 import logging
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -420,6 +421,25 @@ async def test_tls_and_a_certificate_that_is_replaced(tmp_path: Path, monkeypatc
     with pytest.raises(ValueError, match=r"tls\.crt and tls\.key are no certificate and key"):
         async with server.serving(config, lambda verb, status: None):
             raise AssertionError
+
+
+async def test_a_pair_that_is_none_leaves_the_certificate_that_is_served(tmp_path: Path) -> None:
+    certificate(tmp_path, "one")
+    kept = server.Certificate(tmp_path)
+    trusted = ssl.create_default_context(cafile=tmp_path / "tls.crt")
+    key = (tmp_path / "tls.key").read_bytes()
+    certificate(tmp_path, "two")
+    (tmp_path / "tls.key").write_bytes(key)
+    with pytest.raises(ValueError, match="are no certificate and key"):
+        kept.look()
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0, ssl=kept.context) as listening:
+        host, port = listening.sockets[0].getsockname()
+        _, writer = await asyncio.open_connection(host, port, ssl=trusted)
+        writer.close()
 
 
 async def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
