@@ -304,10 +304,14 @@ def _asked(at: _Look, resource: Resource[InferenceDeployment], replicas: list[Re
     if all(isinstance(each, Unanswered) and _unreached(each) for each in answers.values()):
         first = next(iter(answers.values()))
         assert isinstance(first, Unanswered)
-        at.say(
-            f"engines of {resource.meta.namespace}/{resource.meta.name}: none answers from here ({first.message}); "
-            "taken as status says; where pods can be reached, for example in one, they are asked"
-        )
+        engines = f"engines of {resource.meta.namespace}/{resource.meta.name}"
+        if first.reason == tls.REASON:
+            at.say(f"{engines}: who signs for their admin ports is known to the operator alone; taken as status says")
+        else:
+            at.say(
+                f"{engines}: none answers from here ({first.message}); "
+                "taken as status says; where pods can be reached, for example in one, they are asked"
+            )
         return [replace(each, error=f"{NOT_ASKED}: " if each.name in answers else each.error) for each in replicas]
     return [_with(each, answers.get(each.name)) for each in replicas]
 

@@ -19,6 +19,7 @@ from moontide.cli.cluster import Reply, items
 from moontide.cli.gather import look
 from moontide.cli.rehearsal import rehearse
 from moontide.cli.screen import render, rows
+from moontide.engines.client import Unanswered
 from moontide.planning import protocol
 from moontide.planning.model import EngineStatus
 from moontide.trainer.errors import ApiUnavailable
@@ -71,18 +72,25 @@ def test_it_is_what_engines_say_that_counts() -> None:
 
 
 @pytest.mark.parametrize("fences", [False, True])
-@pytest.mark.parametrize("denied", ["secrets", "engines"])
+@pytest.mark.parametrize("denied", ["secrets", "engines", "tls"])
 def test_without_engines_the_plan_is_the_same_and_is_said_to_be_assumed(fences: bool, denied: str) -> None:
     world = world_of(fences, weights="Unchecked")
     cluster = paper(world)
     if denied == "secrets":
         cluster.denied.add("/api/v1/namespaces/rl/secrets")
+    elif denied == "tls":
+        cluster.answers = dict.fromkeys(cluster.answers, Unanswered("TLSHandshake", "put it into a ConfigMap"))
     else:
         cluster.answers.clear()
     sight = look(cluster, "rl", "policy")
     assert sight.fleets[0].assumed == {"chat-1", "chat-2"}
     (text,) = sight.unseen
-    assert "you may not get Secret chat-admin" in text if denied == "secrets" else "none answers from here" in text
+    said = {
+        "secrets": "you may not get Secret chat-admin",
+        "tls": "is known to the operator alone",
+        "engines": "none answers from here",
+    }
+    assert said[denied] in text
     assert {row.source for row in rows(sight.fleets)} == {"status"}
     world.bump("2")
     spec, generation = world.spec, world.generation

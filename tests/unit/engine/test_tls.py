@@ -94,7 +94,9 @@ async def test_an_admin_port_takes_a_renewed_certificate_and_keeps_the_old_one_w
         await asyncio.to_thread(until, lambda: server.started)
         port: int = server.servers[0].sockets[0].getsockname()[1]
         first = await asyncio.to_thread(serial, port, context)
-        (tmp_path / "tls.key").write_text("no key")
+        key = (tmp_path / "tls.key").read_bytes()
+        authority.issue(tmp_path, NAME)
+        (tmp_path / "tls.key").write_bytes(key)
         await asyncio.to_thread(until, lambda: "certificate-refused" in capfd.readouterr().err)
         assert await asyncio.to_thread(serial, port, context) == first
         authority.issue(tmp_path, NAME)

@@ -162,7 +162,7 @@ class PreparedFleet(Api):
     token_secret: str
     """The Secret with the bearer token of their admin ports."""
     addresses: Annotated[tuple[str, ...], Field(max_length=2048)] = ()
-    """``host:port`` of each admin port."""
+    """``host:port`` of each admin port, or its URL where that is not http."""
 
 
 class Preparation(Api):
