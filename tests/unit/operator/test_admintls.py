@@ -205,3 +205,33 @@ async def test_pods_are_looked_at_only_where_tls_is_or_was_asked_for(
     deployment = await world.ctx.kube.get_deployment("rl", "chat")
     assert deployment is not None
     assert (await observe(world.ctx, deployment)).wiper_tls is may
+
+
+async def test_a_volume_of_the_users_may_not_take_the_certificates_name(tmp_path: Path) -> None:
+    world = Cluster(tmp_path)
+    over = {"spec": {"volumes": [{"name": "admin-tls", "emptyDir": {}}]}}
+    world.kube.put("InferenceDeployment", "rl", "chat", {"model": MODEL, "podTemplate": over})
+    await ifd.reconcile(world.ctx, "rl", "chat")
+    assert world.kube.condition("InferenceDeployment", "rl", "chat", "Progressing")[1] == "Updating"
+    world.kube.put("InferenceDeployment", "rl", "chat", {"model": MODEL, "podTemplate": over, "engine": TLS})
+    await ifd.reconcile(world.ctx, "rl", "chat")
+    _, reason, message = world.kube.condition("InferenceDeployment", "rl", "chat", "Progressing")
+    assert (reason, "volume admin-tls is Moontide's" in message) == ("PodTemplateRefused", True)
+
+
+async def test_an_adopted_engine_that_cannot_prove_its_name_is_left_alone_with_the_reason(tmp_path: Path) -> None:
+    world = Cluster(tmp_path)
+    url = "https://10.0.0.7:8001"
+    fleet = world.kube.put("InferenceDeployment", "rl", "ours", {"endpoints": {"urls": [url]}})
+    engine = world.engine("10.0.0.7:8001", "b1", fleet, key_namespace=fleet["metadata"]["uid"])
+    world.network.distrusted = "10.0.0.7"
+    await ifd.reconcile(world.ctx, "rl", "ours")
+    (closed,) = world.kube.status("InferenceDeployment", "rl", "ours")["closed"]
+    assert closed["reason"] == "TLSHandshake"
+    assert closed["message"].startswith("what answers at https://10.0.0.7:8001")
+    assert engine.heard == []
+    world.network.distrusted = ""
+    await ifd.reconcile(world.ctx, "rl", "ours")
+    assert engine.state == ("open", 0)
+    assert world.network.asked == {url}
+    assert world.network.names == {"10.0.0.7": {""}}
