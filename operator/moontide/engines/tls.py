@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import ssl
 import time
+from asyncio.sslproto import SSLProtocol
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ REASON = "TLSHandshake"
 """Why there was no answer: the peer could not prove who it is, or does not speak TLS."""
 LOOK_SECONDS = 5.0
 """Between two looks at the authorities' file."""
+BUFFER_BYTES = 32 * 1024
+"""What each connection reads into: two records of TLS. asyncio takes 256 KiB a connection and writes to all of it: with
+a thousand engines that is half of the memory that the chart gives the operator."""
 
 _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
 _UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)
@@ -48,6 +52,8 @@ class Trust:
         if self._context is not None and found in (self._known, self._refused):
             return self._context
         context = httpx.create_ssl_context(trust_env=False)
+        # It cannot be said for some connections alone: those to the API server read in smaller pieces, too.
+        SSLProtocol.max_size = BUFFER_BYTES
         # Authorities that people make themselves often lack what Python 3.13 asks for in strict mode.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import uvicorn
 
 from moontide.engines import tls as trust
-from moontide.engines.client import Unanswered, engine_status, new_http_client, send, wipe
+from moontide.engines.client import Unanswered, engine_status, fan_out, new_http_client, send, wipe
 from moontide.planning.model import Command, EngineStatus, Fleet, Replica, Step, Wipe
 from moontide_engine import tls
 from moontide_engine.wiper import Config, Wiper, make_server
@@ -49,7 +50,7 @@ class Peer:
         return f"https://127.0.0.1:{self.port}"
 
     async def ask(self, http: aiohttp.ClientSession, name: str = NAME) -> EngineStatus | Unanswered:
-        return await engine_status(http, self.url, TOKEN, server_name=name)
+        return await engine_status(http, self.url, TOKEN, 60.0, name)
 
     async def why(self, http: aiohttp.ClientSession, name: str = NAME) -> str:
         """Why it is not trusted."""
@@ -136,7 +137,7 @@ async def test_a_peer_without_tls_is_sent_nothing(tmp_path: Path, authority: Aut
         new_http_client(str(authority.certificate)) as http,
     ):
         assert "speaks plain HTTP, and is sent nothing" in await peer.why(http)
-        plain = await engine_status(http, f"127.0.0.1:{peer.port}", TOKEN)
+        plain = await engine_status(http, f"127.0.0.1:{peer.port}", TOKEN, 60.0)
         assert isinstance(plain, EngineStatus)
 
 
@@ -171,6 +172,22 @@ async def test_authorities_come_change_and_go_while_both_run(
         assert "no authority" in await peer.why(http)
         file.write_bytes(other.certificate.read_bytes() + authority.certificate.read_bytes())
         assert isinstance(await peer.ask(http), EngineStatus)
+
+
+async def test_many_connections_take_little_memory(tmp_path: Path, authority: Authority) -> None:
+    authority.issue(tmp_path, NAME)
+    async with serving(tmp_path) as peer, new_http_client(str(authority.certificate)) as http:
+        assert isinstance(await peer.ask(http), EngineStatus)
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            answers = await fan_out([NAME] * 16, lambda name: peer.ask(http, name))
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert all(isinstance(each, EngineStatus) for each in answers)
+    # Both ends are here. With asyncio's own buffers it is 256 KiB an end.
+    assert (after - before) / 16 < 2 * 100 * 1024
 
 
 @pytest.fixture(name="wiper")
