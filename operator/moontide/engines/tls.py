@@ -6,6 +6,7 @@ not by the address at which it was found.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 import time
@@ -15,6 +16,8 @@ from typing import Any
 
 import aiohttp
 import httpx
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.tracing import Trace
 from yarl import URL
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,10 @@ LOOK_SECONDS = 5.0
 BUFFER_BYTES = 32 * 1024
 """What each connection reads into: two records of TLS. asyncio takes 256 KiB a connection and writes to all of it: with
 a thousand engines that is half of the memory that the chart gives the operator."""
+HANDSHAKES = 64
+"""How many begin at once. Each takes a millisecond of CPU: of thousands side by side none would end in time."""
+HANDSHAKE_SECONDS = 0.1
+"""After which the next may begin: whoever does not answer keeps nobody waiting for longer."""
 
 _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
 _UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)
@@ -89,6 +96,28 @@ class Connector(aiohttp.TCPConnector):
     def __init__(self, trust: Trust, **options: Any) -> None:
         super().__init__(**options)
         self.trust = trust
+        self._turns = asyncio.Semaphore(HANDSHAKES)
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        if not req.is_ssl():
+            return await super()._create_connection(req, traces, timeout)
+        await self._turns.acquire()
+        held = True
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self._turns.release()
+
+        late = asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, release)
+        try:
+            return await super()._create_connection(req, traces, timeout)
+        finally:
+            late.cancel()
+            release()
 
 
 def terms(http: aiohttp.ClientSession, server_name: str) -> dict[str, Any]:

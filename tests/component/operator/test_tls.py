@@ -174,6 +174,28 @@ async def test_authorities_come_change_and_go_while_both_run(
         assert isinstance(await peer.ask(http), EngineStatus)
 
 
+async def test_whoever_does_not_shake_hands_keeps_nobody_waiting(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority.issue(tmp_path, NAME)
+    monkeypatch.setattr(trust, "HANDSHAKES", 2)
+    begun: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _, writer: begun.append(writer), "127.0.0.1", 0)
+    url = f"https://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async with serving(tmp_path) as peer, new_http_client(str(authority.certificate)) as http:
+        waiting = [asyncio.create_task(engine_status(http, url, TOKEN, 60.0, NAME)) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert isinstance(await peer.ask(http), EngineStatus)
+        assert not any(each.done() for each in waiting)
+        assert len(begun) >= 4
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    for writer in begun:
+        writer.close()
+    silent.close()
+
+
 async def test_many_connections_take_little_memory(tmp_path: Path, authority: Authority) -> None:
     authority.issue(tmp_path, NAME)
     async with serving(tmp_path) as peer, new_http_client(str(authority.certificate)) as http:
