@@ -1,8 +1,9 @@
 """Fake engines for scale: the admin plane of many replicas in one process, with delays that a seed decides.
 
 ``python -m bench.fake_engines FIRST COUNT``: one HTTP server an address, from the IPv4 address FIRST on, at the port of
-the admin plane. Nothing is served or cached here, every token is good, and a command takes as long as its replica's
-delay says; then its effect is there. For benches of the operator only.
+the admin plane; over TLS with ``--tls FOLDER``, which holds ``tls.crt`` and ``tls.key``. Nothing is served or cached
+here, every token is good, and a command takes as long as its replica's delay says; then its effect is there. For
+benches of the operator only.
 
 What to do comes as one JSON object a line on stdin, each answered with a line on stdout:
 
@@ -19,6 +20,7 @@ import json
 import math
 import random
 import socket
+import ssl
 import sys
 import time
 from typing import Any
@@ -195,16 +197,20 @@ def mix(engines: list[FakeEngine], slow: float, hung: float, seed: int) -> None:
         engine.slow = hangs <= index < hangs + slows
 
 
-async def serve(first: str, count: int, with_status: bool) -> None:
-    """Serve until stdin ends."""
+async def serve(first: str, count: int, with_status: bool, folder: str) -> None:
+    """Serve until stdin ends. ``folder``: of the certificate; empty: plain HTTP."""
     loop = asyncio.get_running_loop()
+    secured = None
+    if folder:
+        secured = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        secured.load_cert_chain(f"{folder}/tls.crt", f"{folder}/tls.key")
     engines = [FakeEngine(number, with_status) for number in range(count)]
     base = int(ipaddress.IPv4Address(first))
     for engine in engines:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((str(ipaddress.IPv4Address(base + engine.number)), PORT))
-        await loop.create_server(lambda engine=engine: Connection(engine), sock=listener, backlog=16)
+        await loop.create_server(lambda engine=engine: Connection(engine), sock=listener, backlog=16, ssl=secured)
     print(json.dumps({"ready": count}), flush=True)
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -222,4 +228,5 @@ async def serve(first: str, count: int, with_status: bool) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], int(sys.argv[2]), "--no-status" not in sys.argv))
+    certificate = sys.argv[sys.argv.index("--tls") + 1] if "--tls" in sys.argv else ""
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2]), "--no-status" not in sys.argv, certificate))
