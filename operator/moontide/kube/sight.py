@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moontide import labels
+from moontide.resources import admintls
 
 Key = tuple[str, str, str]
 """Plural, namespace, name."""
@@ -76,6 +77,8 @@ def slim(plural: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
         kept["spec"] = {"replicas": spec.get("replicas"), "selector": {}, "template": {"spec": pods}}
     elif plural != "pods":
         kept["spec"] = spec
+    elif (told := admintls.told_by(spec)) is not None:
+        kept["spec"] = told
     return kept
 
 

@@ -118,7 +118,7 @@ class WatchedKube(Kube):
         return k8s.V1Deployment.from_dict(seen.body) if seen is not None and seen.body is not None else None
 
     async def list_pods(self, namespace: str, label_selector: str) -> list[k8s.V1Pod]:
-        """As of :class:`Kube`, without the specs."""
+        """As of :class:`Kube`; of the specs only how admin ports are served."""
         if "pods" not in self.sight.complete:
             return await super().list_pods(namespace, label_selector)
         wanted = dict(part.split("=", 1) for part in label_selector.split(","))
@@ -132,7 +132,7 @@ class WatchedKube(Kube):
         convert: Callable[[k8s.V1Pod], R],
         seen: dict[str, tuple[str, R]],
     ) -> list[R]:
-        """As of :class:`Kube`, without the specs."""
+        """As of :class:`Kube`; of the specs only how admin ports are served."""
         if "pods" not in self.sight.complete:
             return await super().read_pods(namespace, label_selector, convert, seen)
         wanted = dict(part.split("=", 1) for part in label_selector.split(","))

@@ -6,7 +6,9 @@ rollout there are pods of both kinds. A running pod's environment cannot be chan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kubernetes.aio import client as k8s
 
@@ -61,3 +63,14 @@ def serves(pod: k8s.V1Pod, served: Served) -> bool:
         if container.name == served.container
         for variable in container.env or ()
     )
+
+
+def told_by(spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What :func:`serves` reads of a pod's ``spec``, as it came over the wire; None where that is nothing."""
+    of = {(each.container, each.variable) for each in (ENGINE, WIPER)}
+    found = [
+        {"name": container["name"], "env": kept}
+        for container in spec.get("containers") or ()
+        if (kept := [each for each in container.get("env") or () if (container["name"], each["name"]) in of])
+    ]
+    return {"containers": found} if found else None

@@ -17,6 +17,7 @@ from moontide.kube import watched
 from moontide.kube.client import asked_for
 from moontide.kube.sight import Seen, Sight
 from moontide.kube.watched import WatchedKube
+from moontide.resources import admintls
 
 REPAIR = 300.0
 OWNER = k8s.V1OwnerReference(
@@ -251,6 +252,30 @@ async def test_pods_are_those_of_the_labels(kube: WatchedKube, server: MemorySer
     gone = _pod("Running", 950)
     sight.saw("pods", gone, deleted=True)
     assert await kube.list_pods("ns", labels.selector(labels.engine_labels("chat"))) == []
+    assert server.told() == []
+
+
+@pytest.mark.parametrize("served", [admintls.ENGINE, admintls.WIPER], ids=["engine", "wiper"])
+async def test_of_a_pods_spec_is_kept_whether_it_serves_tls_and_nothing_else(
+    kube: WatchedKube, server: MemoryServer, sight: Sight, served: admintls.Served
+) -> None:
+    def seen(name: str, version: int, *more: dict[str, str]) -> None:
+        body = _pod("Running", version)
+        body["metadata"] |= {"name": name, "uid": name}
+        env = [{"name": "SECRET_OF_THE_USERS", "value": "x"}, *more]
+        other = {"name": "other", "image": "i", "env": list(more)}
+        body["spec"] = {"nodeName": "n", "containers": [other, {"name": served.container, "image": "i", "env": env}]}
+        sight.saw("pods", body)
+
+    variable = {"name": served.variable, "value": admintls.FOLDER}
+    seen("new", 901, variable)
+    seen("old", 902)
+    selector = labels.selector(labels.engine_labels("chat"))
+    found = await kube.list_pods("ns", selector)
+    assert [admintls.serves(each, served) for each in found] == [True, False]
+    assert await kube.read_pods("ns", selector, lambda pod: admintls.serves(pod, served), {}) == [True, False]
+    kept = [each.get("spec") for each in sight.selected("pods", "ns", labels.engine_labels("chat"))]
+    assert kept == [{"containers": [{"name": served.container, "env": [variable]}]}, None]
     assert server.told() == []
 
 
