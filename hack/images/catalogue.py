@@ -97,13 +97,17 @@ def _of_release(release: str) -> tuple[Image, Image]:
 
 # Made only on demand.
 RELEASE_IMAGES = tuple(image for release in (engine_release(), *further_engines()) for image in _of_release(release))
+# Made only on demand: the engine with the demo's weights, where nodes cannot see this machine's files.
+DEMO_IMAGE = Image(
+    "engine-cpu-demo", "images/engine/Dockerfile.cpu-demo", ("hack/tinymodels/make.py",), ("ENGINE_IMAGE", "engine-cpu")
+)
 # Made only on demand: its base comes from a registry.
 CUDA_IMAGE = Image("engine", "images/engine/Dockerfile", ("engine_patches",), ("BASE_IMAGE", None), loaded=False)
 
 
 def by_name(name: str) -> Image:
     """The image of that name."""
-    for image in (*IMAGES, *RELEASE_IMAGES, CUDA_IMAGE):
+    for image in (*IMAGES, *RELEASE_IMAGES, DEMO_IMAGE, CUDA_IMAGE):
         if image.name == name:
             return image
     raise ClusterError(f"there is no image {name!r}: {', '.join(image.name for image in IMAGES)}")

@@ -8,9 +8,19 @@ import pytest
 
 from hack.cluster.errors import ClusterError
 from hack.cluster.settings import repository_root
-from hack.images.catalogue import CUDA_IMAGE, IMAGES, RELEASE_IMAGES, Image, by_name, input_files, key_of, with_parents
+from hack.images.catalogue import (
+    CUDA_IMAGE,
+    DEMO_IMAGE,
+    IMAGES,
+    RELEASE_IMAGES,
+    Image,
+    by_name,
+    input_files,
+    key_of,
+    with_parents,
+)
 from hack.images.cli import image_keys
-from hack.setup.steps import engine_release
+from hack.setup.steps import POLICIES, engine_release
 
 IMAGE = Image("x", "images/x/Dockerfile", ("code", "pins.txt"), ("BASE_IMAGE", "base"))
 
@@ -74,6 +84,13 @@ def test_each_release_with_pins_has_an_image_of_its_own() -> None:
     assert not {image.name for image in RELEASE_IMAGES} & {image.name for image in IMAGES}, "made on demand"
 
 
+def test_the_demos_image_has_the_demos_weights_and_is_made_on_demand() -> None:
+    text = (repository_root() / DEMO_IMAGE.dockerfile).read_text()
+    made = dict(re.findall(r"make\.py /models/(\S+) (\d+)", text))
+    assert made == {name: str(seed) for name, seed in POLICIES.items()}
+    assert DEMO_IMAGE not in IMAGES
+
+
 def test_the_key_follows_build_arguments(root: Path) -> None:
     assert key_of(replace(IMAGE, arguments=(("A", "1"),)), "p", root) != key_of(IMAGE, "p", root)
 
@@ -100,7 +117,7 @@ def test_names_are_those_that_pods_use() -> None:
     }
 
 
-@pytest.mark.parametrize("image", [*IMAGES, *RELEASE_IMAGES, CUDA_IMAGE], ids=lambda image: image.name)
+@pytest.mark.parametrize("image", [*IMAGES, *RELEASE_IMAGES, DEMO_IMAGE, CUDA_IMAGE], ids=lambda image: image.name)
 def test_every_dockerfile_ends_as_an_unprivileged_user_and_copies_only_its_inputs(image: Image) -> None:
     text = (repository_root() / image.dockerfile).read_text().replace("\\\n", " ")
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "10001:10001"
@@ -113,9 +130,9 @@ def test_every_dockerfile_ends_as_an_unprivileged_user_and_copies_only_its_input
             assert any(source == given or source.startswith(f"{given}/") for given in image.inputs), source
 
 
-@pytest.mark.parametrize("image", [*IMAGES, CUDA_IMAGE], ids=lambda image: image.name)
+@pytest.mark.parametrize("image", [*IMAGES, DEMO_IMAGE, CUDA_IMAGE], ids=lambda image: image.name)
 def test_no_secret_is_given_to_a_build(image: Image) -> None:
     text = (repository_root() / image.dockerfile).read_text()
     arguments = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
-    named = {"BASE_IMAGE", "ENV_IMAGE", "SSL_CERT_FILE", "PIP_CERT", "UV_VERSION", "MOONCAKE_PACKAGE"}
+    named = {"BASE_IMAGE", "ENV_IMAGE", "ENGINE_IMAGE", "SSL_CERT_FILE", "PIP_CERT", "UV_VERSION", "MOONCAKE_PACKAGE"}
     assert arguments <= {*named, "PINS", "VLLM_VERSION"}
