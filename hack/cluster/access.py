@@ -62,6 +62,22 @@ def resolve(kubeconfig: Path | None = None, allow_context: str | None = None) ->
     return Access(path, context, server)
 
 
+def named(context: str | None, kubeconfig: Path | None = None) -> Access:
+    """The context of that name, or with None the current one: for who has said on purpose which cluster is meant."""
+    path = kubeconfig or _default_kubeconfig()
+    if not path.exists():
+        raise ClusterError(f"there is no kubeconfig {path}: set KUBECONFIG, or give --kubeconfig")
+    kubectl = [kubectl_path(), f"--kubeconfig={path}", "config"]
+    chosen = context or run([*kubectl, "view", "--output=jsonpath={.current-context}"]).strip()
+    if not chosen:
+        raise ClusterError(f"{path} has no current context; name one")
+    known = run([*kubectl, "get-contexts", "--output=name"]).split()
+    if chosen not in known:
+        raise ClusterError(f"{path} has no context {chosen!r}; it has: {', '.join(known) or 'none'}")
+    view = json.loads(run([*kubectl, "view", "--minify", f"--context={chosen}", "--output=json"]))
+    return Access(path, chosen, str(view["clusters"][0]["cluster"]["server"]))
+
+
 def is_ours(context: str, server: str) -> bool:
     """Whether a context's name and address are both those of a local cluster made here."""
     named = context in (defaults.CONTEXT, f"kind-{KIND_CLUSTER}") or context.startswith(f"{defaults.CONTEXT}-")

@@ -87,7 +87,11 @@ def write_small_image(image: SmallImage, name: str, output: Path) -> None:
 
 
 def write_oci_archive(
-    stream: IO[bytes], names: Sequence[str], manifest: bytes, blobs: Iterable[tuple[str, IO[bytes]]]
+    stream: IO[bytes],
+    names: Sequence[str],
+    manifest: bytes,
+    blobs: Iterable[tuple[str, IO[bytes]]],
+    architecture: str = "amd64",
 ) -> None:
     """Write an OCI archive as a stream. Blobs of the manifest that the receiver holds already may be left out."""
     index = {
@@ -98,7 +102,7 @@ def write_oci_archive(
                 "mediaType": MANIFEST_TYPE,
                 "digest": digest_of(manifest),
                 "size": len(manifest),
-                "platform": {"architecture": "amd64", "os": "linux"},
+                "platform": {"architecture": architecture, "os": "linux"},
                 "annotations": {NAME_ANNOTATION: name},
             }
             for name in names

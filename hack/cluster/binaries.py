@@ -117,6 +117,15 @@ def ensure(progress: Progress) -> Path:
     return target
 
 
+def program(name: str, progress: Progress) -> Path:
+    """One of the programs: ours if it is built, else the machine's own, else it is built together with the others."""
+    own = bin_dir() / name
+    if own.exists():
+        return own
+    found = shutil.which(name)
+    return Path(found) if found else ensure(progress) / name
+
+
 def _go() -> str:
     go = shutil.which("go") or ("/usr/local/go/bin/go" if Path("/usr/local/go/bin/go").exists() else None)
     if go is None:

@@ -24,12 +24,20 @@ def _kind() -> str:
     return found
 
 
+def exists() -> bool:
+    """Whether kind has our cluster. Raises ClusterError where kind or what it runs nodes in does not answer."""
+    return KIND_CLUSTER in run([_kind(), "get", "clusters"]).split()
+
+
 def up(progress: Progress) -> None:
-    """Make the cluster unless it is there."""
-    if KIND_CLUSTER in run([_kind(), "get", "clusters"], check=False).split():
+    """Make the cluster unless it is there; either way its kubeconfig is then a file of our own."""
+    there = exists()
+    kubeconfig().parent.mkdir(parents=True, exist_ok=True)
+    if there:
+        # It may be gone, or of another cluster of this name: ports change when one is made anew.
+        run([_kind(), "export", "kubeconfig", f"--name={KIND_CLUSTER}", f"--kubeconfig={kubeconfig()}"])
         progress.say(f"kind cluster {KIND_CLUSTER} is there")
         return
-    kubeconfig().parent.mkdir(parents=True, exist_ok=True)
     with progress.step("kind create cluster"):
         run(
             [_kind(), "create", "cluster", f"--name={KIND_CLUSTER}", f"--kubeconfig={kubeconfig()}", "--wait=180s"],
@@ -45,6 +53,6 @@ def down(progress: Progress) -> None:
 
 
 def load_image(archive: Path, progress: Progress) -> None:
-    """Load an image archive into its node."""
+    """Load an image archive into its nodes."""
     with progress.step(f"loaded {archive.name}"):
         run([_kind(), "load", "image-archive", str(archive), f"--name={KIND_CLUSTER}"], timeout=1800)

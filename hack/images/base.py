@@ -47,8 +47,9 @@ def reference() -> str:
 def ensure(builder: Builder, progress: Progress) -> str:
     """Make the base image unless it is there; returns its name."""
     if not builder.has(reference()):
-        if os.geteuid() != 0:
-            raise ClusterError("debootstrap needs root; or give --base-image, where a registry can be reached")
+        if os.geteuid() != 0 or shutil.which("debootstrap") is None:
+            instead = "where a registry can be reached, give --base-image python:3.11-slim-bookworm instead"
+            raise ClusterError(f"the base image is made by debootstrap, as root; {instead}")
         cache_root().mkdir(parents=True, exist_ok=True)
         # Not under /tmp: that may be mounted without devices.
         folder = Path(tempfile.mkdtemp(prefix="debootstrap-", dir=cache_root()))

@@ -18,6 +18,9 @@ from hack.cluster.shell import run
 
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 HEARTBEAT_SECONDS = 15.0
+PUSH_SECONDS = 3600.0
+RETRIES = 3
+_LOOPBACK = ("localhost", "127.0.0.1")
 # How lines begin that say what buildah, Docker or debootstrap is at.
 _MILESTONES = ("STEP", "Step", "#", "I: ")
 
@@ -47,6 +50,9 @@ class Builder(Protocol):
 
     def to_layout(self, reference: str, folder: Path) -> None:
         """Write an image into a folder in OCI layout; layers that lie there already are not written again."""
+
+    def push(self, reference: str, destination: str) -> None:
+        """Send an image to a registry, as HOST/PATH:TAG; whoever is logged in there on this machine may."""
 
 
 def choose(progress: Progress, wanted: str = "auto") -> Builder:
@@ -122,6 +128,9 @@ class Buildah:
         command = ["skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers", source]
         run([*command, f"oci:{folder}:latest"], timeout=1800)
 
+    def push(self, reference: str, destination: str) -> None:
+        push_with_skopeo(f"containers-storage:{self._storage}{reference}", destination)
+
 
 class Docker:
     """Docker's daemon."""
@@ -169,6 +178,26 @@ class Docker:
         archive.unlink()
         if not (folder / "index.json").exists():
             raise ClusterError("this Docker release does not save images in OCI layout (25 and later do)")
+
+    def push(self, reference: str, destination: str) -> None:
+        self.tag(reference, destination)
+        try:
+            run(["docker", "push", "--quiet", destination], timeout=PUSH_SECONDS)
+        finally:
+            self.remove(destination)
+
+
+def push_with_skopeo(source: str, destination: str) -> None:
+    """Copy an image, named as skopeo names it, to HOST/PATH:TAG unless it is there: a tag of ours names one content."""
+    registry = destination.partition("/")[0]
+    # As Docker does it: a registry on this very machine needs no TLS.
+    tls = ["--tls-verify=false"] if registry.rpartition(":")[0] in _LOOPBACK else []
+    target = f"docker://{destination}"
+    try:
+        run(["skopeo", "inspect", "--raw", *tls, target])
+    except ClusterError:
+        copy_tls = [f"--dest-{each.removeprefix('--')}" for each in tls]
+        run(["skopeo", "copy", "--quiet", f"--retry-times={RETRIES}", *copy_tls, source, target], timeout=PUSH_SECONDS)
 
 
 def _certificate_arguments() -> dict[str, str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import re
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hack.cluster import kind
@@ -21,7 +23,9 @@ from hack.images import base, sbom
 from hack.images.builder import Builder, choose
 from hack.images.catalogue import (
     CUDA_IMAGE,
+    DEMO_IMAGE,
     IMAGES,
+    PREFIX,
     RELEASE_IMAGES,
     Image,
     by_name,
@@ -31,6 +35,8 @@ from hack.images.catalogue import (
 )
 from hack.images.layouts import Layout
 
+_REGISTRY = re.compile(r"[a-z0-9.-]+(:\d+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+")
+
 
 def parser() -> argparse.ArgumentParser:
     """Every command and its options."""
@@ -39,10 +45,17 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True)
     names = [image.name for image in IMAGES]
-    more = [image.name for image in RELEASE_IMAGES if image.loaded] + [f"{CUDA_IMAGE.name} (CUDA)"]
+    more = [image.name for image in RELEASE_IMAGES if image.loaded] + [DEMO_IMAGE.name, f"{CUDA_IMAGE.name} (CUDA)"]
     build = commands.add_parser("build", help="Build what has changed, and load it into the cluster.")
     build.add_argument("images", nargs="*", help=f"default: all of {', '.join(names)}; also {', '.join(more)}")
     build.add_argument("--cluster", choices=("local", "kind", "none"), default="local", help="where to load them")
+    build.add_argument("--registry", metavar="HOST/PATH", help="with --cluster none: push them there")
+    build.add_argument(
+        "--archives",
+        type=Path,
+        metavar="FOLDER",
+        help="with --cluster none: write NAME.tar of each there",
+    )
     build.add_argument("--name", default=defaults.DEFAULT_NAME, help="the local cluster's name (default: %(default)s)")
     build.add_argument("--builder", choices=("auto", "buildah", "docker"), default="auto")
     build.add_argument("--base-image", help="use this base image instead of one made of Debian packages")
@@ -86,6 +99,20 @@ def image_keys(images: list[Image], base_key: str) -> dict[str, str]:
     return keys
 
 
+def references(names: Sequence[str], base_image: str | None = None, registry: str | None = None) -> dict[str, str]:
+    """What the present content of these images is called, in a registry or (None) where archives are loaded."""
+    keys = image_keys(with_parents(names), base_image or base.key())
+    prefix = PREFIX if registry is None else registry_prefix(registry)
+    return {name: f"{prefix}/{name}:{keys[name]}" for name in names}
+
+
+def registry_prefix(text: str) -> str:
+    """HOST/PATH as it stands in images' names. Raises ClusterError for what could not be one."""
+    if not _REGISTRY.fullmatch(text):
+        raise ClusterError(f"--registry {text}: write HOST/PATH or HOST:PORT/PATH in lower case, as in ghcr.io/me/demo")
+    return text
+
+
 def _cluster(name: str, progress: Progress) -> Cluster:
     stored = defaults.load(name)
     if stored is None or stored.control_plane_only:
@@ -95,6 +122,10 @@ def _cluster(name: str, progress: Progress) -> Cluster:
 
 def _build(options: argparse.Namespace) -> None:
     progress = Progress(quiet=options.quiet)
+    if options.cluster != "none" and (options.registry or options.archives):
+        raise ClusterError("--registry and --archives go with --cluster none")
+    if options.registry:
+        registry_prefix(options.registry)
     cache_root().mkdir(parents=True, exist_ok=True)
     with (cache_root() / "images.lock").open("w") as stream:
         # Two builds at a time would make the same image twice, and one would remove what the other is about to send.
@@ -103,7 +134,8 @@ def _build(options: argparse.Namespace) -> None:
 
 
 def _build_locked(options: argparse.Namespace, progress: Progress) -> None:
-    images = with_parents(options.images or [image.name for image in IMAGES])
+    wanted = options.images or [image.name for image in IMAGES]
+    images = with_parents(wanted)
     cluster = _cluster(options.name, progress) if options.cluster == "local" else None
     builder = choose(progress, options.builder)
     base_reference = options.base_image
@@ -112,14 +144,36 @@ def _build_locked(options: argparse.Namespace, progress: Progress) -> None:
     keys = image_keys(images, options.base_image or base.key())
     for image in images:
         _build_one(image, keys, base_reference, builder, progress)
-    for image in images:
-        if image.loaded and cluster is not None:
+    for image in [each for each in images if each.name in wanted and (each.loaded or options.cluster == "none")]:
+        if cluster is not None:
             _send(image, keys[image.name], builder, cluster, progress)
-        elif image.loaded and options.cluster == "kind":
+        elif options.cluster == "kind":
             with tempfile.TemporaryDirectory(dir=cache_root()) as folder:
                 archive = Path(folder) / f"{image.name}.tar"
-                Layout(Path(folder) / "layout").archive(builder, image.reference, [image.reference], archive)
+                _archive(image, keys[image.name], builder, archive)
                 kind.load_image(archive, progress)
+        else:
+            _deliver(image, keys[image.name], builder, options, progress)
+
+
+def _deliver(image: Image, key: str, builder: Builder, options: argparse.Namespace, progress: Progress) -> None:
+    """Push and write what was asked for; the name that pods then use goes to standard output."""
+    if options.registry:
+        destination = f"{registry_prefix(options.registry)}/{image.name}:{key}"
+        with progress.step(f"{destination} is in the registry"):
+            builder.push(image.keyed(key), destination)
+        print(destination, flush=True)
+    if options.archives:
+        options.archives.mkdir(parents=True, exist_ok=True)
+        with progress.step(f"{image.name}.tar written"):
+            _archive(image, key, builder, options.archives / f"{image.name}.tar")
+        print(image.keyed(key), flush=True)
+
+
+def _archive(image: Image, key: str, builder: Builder, output: Path) -> None:
+    """One file that containerd and Docker import: the image by the name of its content, and by the name for all."""
+    with tempfile.TemporaryDirectory(dir=cache_root()) as folder:
+        Layout(Path(folder)).archive(builder, image.keyed(key), [image.reference, image.keyed(key)], output)
 
 
 def _build_one(image: Image, keys: dict[str, str], base_reference: str, builder: Builder, progress: Progress) -> None:

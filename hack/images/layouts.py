@@ -46,8 +46,9 @@ class Layout:
         try:
             builder.to_layout(reference, self._folder)
             manifest, config, layers = self._read()
+            architecture = self._architecture(config)
             missing = [digest for digest in (config, *layers) if digest not in held]
-            runtime.import_stream(lambda stream: self._write(stream, names, manifest, missing))
+            runtime.import_stream(lambda stream: self._write(stream, names, manifest, missing, architecture))
             return Transfer(
                 image_bytes=sum(layers.values()),
                 sent_bytes=sum(self._blob(digest).stat().st_size for digest in missing),
@@ -64,7 +65,7 @@ class Layout:
         builder.to_layout(reference, self._folder)
         manifest, config, layers = self._read()
         with output.open("wb") as stream:
-            self._write(stream, names, manifest, [config, *layers])
+            self._write(stream, names, manifest, [config, *layers], self._architecture(config))
 
     def _forget_images(self) -> None:
         """Keep the blobs of what was written before, but not its name: the layout holds one image at a time."""
@@ -104,10 +105,16 @@ class Layout:
                 path.unlink()
         return manifest, config, layers
 
-    def _write(self, stream: IO[bytes], names: Sequence[str], manifest: bytes, digests: Sequence[str]) -> None:
+    def _architecture(self, config: str) -> str:
+        """What the image is made for, by its own config: whoever imports it goes by the index."""
+        return str(json.loads(self._blob(config).read_bytes()).get("architecture", "amd64"))
+
+    def _write(
+        self, stream: IO[bytes], names: Sequence[str], manifest: bytes, digests: Sequence[str], architecture: str
+    ) -> None:
         with contextlib.ExitStack() as stack:
             blobs = [(digest, stack.enter_context(self._blob(digest).open("rb"))) for digest in digests]
-            write_oci_archive(stream, names, manifest, blobs)
+            write_oci_archive(stream, names, manifest, blobs, architecture)
 
     def _blob(self, digest: str) -> Path:
         return self._folder / "blobs" / Path(*digest.split(":"))

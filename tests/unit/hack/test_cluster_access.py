@@ -62,3 +62,42 @@ def test_naming_another_context_does_not_help(kubeconfig: Path) -> None:
 def test_a_missing_kubeconfig_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="there is no kubeconfig"):
         access.resolve(tmp_path / "nothing")
+
+
+@pytest.fixture
+def two_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kubeconfig whose current context is production, with a fake kubectl that knows staging, too."""
+    kubectl = tmp_path / "fake-kubectl"
+    kubectl.write_text(
+        """#!/bin/sh
+        case "$*" in
+          *get-contexts*) printf 'production\\nstaging\\n' ;;
+          *jsonpath*) printf production ;;
+          *--context=*) name=${*##*--context=}; name=${name%% *}
+            printf '{"clusters": [{"cluster": {"server": "https://%s.test"}}]}' "$name" ;;
+          *) exit 1 ;;
+        esac
+        """
+    )
+    kubectl.chmod(0o755)
+    monkeypatch.setattr(access, "kubectl_path", lambda: str(kubectl))
+    path = tmp_path / "config"
+    path.touch()
+    return path
+
+
+def test_a_context_that_is_not_the_current_one_is_used_when_it_is_named(two_contexts: Path) -> None:
+    found = access.named("staging", two_contexts)
+    assert (found.context, found.server) == ("staging", "https://staging.test")
+    assert found.kubectl[1:] == [f"--kubeconfig={two_contexts}", "--context=staging"]
+
+
+def test_the_current_context_is_pinned_by_its_name(two_contexts: Path) -> None:
+    found = access.named(None, two_contexts)
+    assert found.context == "production"
+    assert "--context=production" in found.kubectl, "whoever switches contexts meanwhile switches nothing here"
+
+
+def test_a_context_that_does_not_exist_is_answered_with_those_that_do(two_contexts: Path) -> None:
+    with pytest.raises(ClusterError, match="no context 'stagin'; it has: production, staging"):
+        access.named("stagin", two_contexts)
