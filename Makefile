@@ -12,7 +12,7 @@ help: ## what can be made
 setup: ## everything that a fresh Debian 12 machine needs (packages, environments, tiny models)
 	python3 -m hack.setup
 
-demo: ## cluster, operator, two engines, one store, a verified policy change under load
+demo: ## cluster, operator, two engines, one store, a verified policy change under load (CLUSTER=kind, CLUSTER=context:NAME)
 	python3 -m hack.demo --cluster $(CLUSTER) $(ARGS)
 
 test: ## every test there is: lint, unit, component, integration, end to end

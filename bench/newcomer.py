@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hack.cluster.errors import ClusterError
 from hack.demo import install
+from hack.demo.elsewhere import Choice
 from hack.demo.fleet import push_weights
 from hack.demo.kube import KubeError, NotInTime
 from hack.demo.say import Voice
@@ -24,9 +25,9 @@ _BUMP_SECONDS = 150.0
 
 def run(voice: Voice) -> list[tuple[str, float]]:
     """What a newcomer does, and the seconds each step took."""
-    if install.is_up("local"):
+    if install.is_up(Choice("local")):
         raise ClusterError("a cluster is up already; `make cluster-down` ends it, so that this begins with nothing")
-    target = install.cluster("local", None, voice)
+    target = install.cluster(Choice("local"), None, voice)
     steps: list[tuple[str, float]] = []
     try:
         install.images(target, voice)

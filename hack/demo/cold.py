@@ -16,6 +16,8 @@ LOGPROB_TOLERANCE = 0.001
 and another batch or another split of a prompt into blocks moves right answers by up to three such steps."""
 _POD = "cold-engine"
 _SECONDS = 400.0
+# The same, where a node may have to pull its image first.
+_PULLED_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,18 @@ References = dict[str, tuple[Cold, ...]]
 
 
 def answers(
-    kube: Kube, namespace: str, image: str, claim: str, models: Mapping[str, str], prompts: Sequence[str], voice: Voice
+    kube: Kube,
+    namespace: str,
+    image: str,
+    claim: str | None,
+    models: Mapping[str, str],
+    prompts: Sequence[str],
+    voice: Voice,
 ) -> References:
     """Run a cold engine for each set of weights in a pod of its own: no prefix cache, no store, no plugin.
 
-    ``models`` maps names to folders below /models, where ``claim`` is mounted. Raises KubeError or NotInTime.
+    ``models`` maps names to folders below /models, where ``claim`` is mounted; None: the image has them there. Raises
+    KubeError or NotInTime.
     """
     request = {
         "models": dict(models),
@@ -69,7 +78,8 @@ def answers(
         seen = len(notes)
         return pod if pod["status"].get("phase") in ("Succeeded", "Failed") else None
 
-    pod = wait(finished, _SECONDS, "the cold engine", every=2.0, last=lambda: "\n".join(_log(kube, namespace)[-5:]))
+    seconds = _PULLED_SECONDS if claim is None else _SECONDS
+    pod = wait(finished, seconds, "the cold engine", every=2.0, last=lambda: "\n".join(_log(kube, namespace)[-5:]))
     lines = _log(kube, namespace)
     if pod["status"]["phase"] != "Succeeded":
         raise KubeError("the cold engine failed:\n" + "\n".join(lines[-20:]))
@@ -110,7 +120,7 @@ def _config(namespace: str, data: dict[str, str]) -> Object:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": _POD, "namespace": namespace}, "data": data}
 
 
-def _pod(namespace: str, image: str, claim: str) -> Object:
+def _pod(namespace: str, image: str, claim: str | None) -> Object:
     environment = {
         "HOME": "/cache",
         "USER": "moontide",
@@ -121,12 +131,23 @@ def _pod(namespace: str, image: str, claim: str) -> Object:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    mounts = {"models": "/models", "cold": "/cold", "tmp": "/tmp", "cache": "/cache", "shm": "/dev/shm"}
+    mounts = {"cold": "/cold", "tmp": "/tmp", "cache": "/cache", "shm": "/dev/shm"}
+    volumes: list[Object] = [
+        {"name": "cold", "configMap": {"name": _POD}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Mi"}},
+    ]
+    if claim is not None:
+        mounts["models"] = "/models"
+        volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
     container = {
         "name": "engine",
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["python3", "/cold/cold_engine.py"],
+        # What a replica asks for: without it a node that is short of memory ends this pod first of all.
+        "resources": {"requests": {"cpu": "300m", "memory": "2Gi"}},
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -150,12 +171,6 @@ def _pod(namespace: str, image: str, claim: str) -> Object:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
-        "volumes": [
-            {"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
-            {"name": "cold", "configMap": {"name": _POD}},
-            {"name": "tmp", "emptyDir": {}},
-            {"name": "cache", "emptyDir": {}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Mi"}},
-        ],
+        "volumes": volumes,
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": _POD, "namespace": namespace}, "spec": spec}

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from hack.cluster import settings as cluster_settings
 from hack.cluster.access import Access
 from hack.cluster.progress import Progress
 from hack.cluster.settings import repository_root
+from hack.demo import elsewhere
+from hack.demo.elsewhere import Choice
 from hack.demo.fleet import Fleet
 from hack.demo.kube import Kube, KubeError, Object, conditions, holds, is_current, moment, names, wait
 from hack.demo.reach import Direct, Forwarded, Reach
 from hack.demo.say import Voice
+from hack.images.cli import references as image_references
 from hack.setup import steps
 from moontide import naming
 
@@ -33,15 +37,51 @@ VOLUME = "moontide-demo-models"
 CLAIM = "tiny-models"
 EXAMPLES = repository_root() / "examples" / "demo"
 KINDS = "kvp,ifd,polv"
-_READY_SECONDS = 420.0
+READY_SECONDS = 420.0
+PULLED_SECONDS = 1800.0
+"""The same where a node may have to pull 5 GB first."""
+ENGINE_IMAGE = "moontide.local/engine-cpu:dev"
+
+
+@dataclass(frozen=True)
+class Source:
+    """How images reach the nodes of a cluster elsewhere: through a registry, or ``loaded`` by whoever runs it."""
+
+    registry: str | None = None
+    loaded: bool = False
+    base_image: str | None = None
 
 
 @dataclass(frozen=True)
 class Target:
-    """A cluster to install into. ``mode`` is local, kind or current."""
+    """A cluster to install into. ``mode`` is local, kind or context.
+
+    ``references`` are the names of the images there; empty: those of examples/demo/values.yaml.
+    """
 
     mode: str
     access: Access
+    references: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether its nodes are not this machine: they see none of its folders, and it none of their pods."""
+        return self.mode != "local"
+
+    @property
+    def foreign(self) -> bool:
+        """Whether somebody else made it, for something else."""
+        return self.mode == "context"
+
+    @property
+    def engine_image(self) -> str:
+        """What the demo's engines run, and the cold engine with them."""
+        return self.references[elsewhere.ENGINE] if self.references else ENGINE_IMAGE
+
+    @property
+    def claim(self) -> str | None:
+        """Where the weights are; None: in the engine's image."""
+        return None if self.elsewhere else CLAIM
 
     @property
     def kube(self) -> Kube:
@@ -53,27 +93,49 @@ class Target:
         return Direct() if self.mode == "local" else Forwarded(self.kube)
 
 
-def cluster(mode: str, allow_context: str | None, voice: Voice) -> Target:
-    """Bring the cluster up (or, with ``current``, check that it may be used)."""
-    command = [sys.executable, "-m", "hack.cluster", "up", "--cluster", mode]
-    command += ["--allow-context", allow_context] if allow_context else []
-    voice.say(f"cluster ({mode})")
-    kubeconfig = Path(_call(command).strip().splitlines()[-1])
-    return Target(mode, access.resolve(kubeconfig, allow_context))
+def cluster(chosen: Choice, kubeconfig: Path | None, voice: Voice) -> Target:
+    """Bring a cluster of ours up, or find the one that was named; says which one it is."""
+    voice.say(f"cluster ({chosen})")
+    if chosen.mode == "context":
+        target = Target(chosen.mode, access.named(chosen.context, kubeconfig))
+    else:
+        command = [sys.executable, "-m", "hack.cluster", "up", "--cluster", chosen.mode]
+        target = Target(chosen.mode, access.resolve(Path(_call(command).strip().splitlines()[-1])))
+    voice.say(f"context {target.access.context} of {target.access.kubeconfig}, server {target.access.server}")
+    if target.elsewhere:
+        elsewhere.refuse_what_is_there(target.kube, (SYSTEM_NAMESPACE, NAMESPACE))
+    return target
 
 
-def images(target: Target, voice: Voice) -> None:
-    """Build and load; with ``current`` the images come from that cluster's registry."""
-    if target.mode == "current":
-        voice.say("images: the current cluster pulls them itself; see docs/quickstart.md")
-        return
-    voice.say("images")
-    _call([sys.executable, "-m", "hack.images", "build", "--cluster", target.mode])
+def images(target: Target, voice: Voice, source: Source = Source()) -> Target:
+    """Bring the images to the nodes; the target with the names that they have there. Raises KubeError."""
+    if not target.elsewhere:
+        voice.say("images")
+        _call([sys.executable, "-m", "hack.images", "build", "--cluster", target.mode])
+        return target
+    elsewhere.check_nodes(target.kube, built_here=not source.loaded)
+    references = image_references(elsewhere.IMAGES, source.base_image, source.registry)
+    if source.loaded:
+        voice.say(f"images: loaded already are {', '.join(references.values())}")
+        elsewhere.until_loaded(target.kube, list(references.values()))
+    elif source.registry is not None:
+        voice.say(f"images: pushed to {source.registry}")
+        where = ("--cluster", "none", "--registry", source.registry)
+        elsewhere.known(references, _call(elsewhere.build_command(references, where, source.base_image)))
+    elif target.mode == "kind":
+        if elsewhere.missing(elsewhere.nodes(target.kube), list(references.values())):
+            voice.say("images: built, and loaded by kind")
+            _call(elsewhere.build_command(references, ("--cluster", "kind"), source.base_image))
+        else:
+            voice.say("images: the nodes have them")
+    else:
+        raise KubeError("say how images reach the nodes: --registry HOST/PATH, or --images-loaded")
+    return replace(target, references=references)
 
 
 def helm(target: Target, *arguments: str) -> str:
     """Run Helm on the cluster; returns its output. Raises KubeError."""
-    program = binaries.ensure(Progress(quiet=True)) / "helm"
+    program = binaries.program("helm", Progress(quiet=True))
     command = [str(program), f"--kubeconfig={target.access.kubeconfig}", f"--kube-context={target.access.context}"]
     done = subprocess.run(
         [*command, *arguments], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=300
@@ -85,17 +147,25 @@ def helm(target: Target, *arguments: str) -> str:
 
 def operator(target: Target, voice: Voice) -> None:
     """CRDs with kubectl, then the chart without CRDs; returns when the operator is ready."""
-    target.kube.run("apply", "--server-side", "--force-conflicts", "--filename", str(repository_root() / "crds"))
+    if target.elsewhere:
+        target.kube.apply(*elsewhere.crds(), elsewhere.namespace(SYSTEM_NAMESPACE))
+    else:
+        target.kube.run("apply", "--server-side", "--force-conflicts", "--filename", str(repository_root() / "crds"))
     voice.say(f"CRDs applied; Helm release {RELEASE} in {SYSTEM_NAMESPACE}")
     chart = str(repository_root() / "charts" / "moontide")
-    options = ("--namespace", SYSTEM_NAMESPACE, "--create-namespace")
+    options = ["--namespace", SYSTEM_NAMESPACE, "--create-namespace"]
+    options += elsewhere.values(target.references) if target.references else []
     helm(target, "upgrade", "--install", RELEASE, chart, *options, "--values", str(EXAMPLES / "values.yaml"))
+    # An image may have to come through the network first.
+    seconds = 600 if target.elsewhere else 120
     # The tag of a local image stays the same when its content changes.
     target.kube.run("rollout", "restart", "deployment", "--namespace", SYSTEM_NAMESPACE)
     for deployment in target.kube.list("deployment", SYSTEM_NAMESPACE):
         name = deployment["metadata"]["name"]
         target.kube.run(
-            *("rollout", "status", f"deployment/{name}", "--namespace", SYSTEM_NAMESPACE, "--timeout=120s"), timeout=150
+            *("rollout", "status", f"deployment/{name}", "--namespace", SYSTEM_NAMESPACE),
+            *(f"--timeout={seconds}s",),
+            timeout=seconds + 30,
         )
         voice.say(f"operator: deployment/{name} is ready")
 
@@ -113,10 +183,11 @@ def manifests(models: Path | None) -> list[Object]:
 
 def examples(target: Target, voice: Voice) -> Fleet:
     """Apply the demo's objects; does not wait for them."""
-    objects = manifests(_models(target, voice))
-    if target.mode == "current" and target.kube.find("pvc", CLAIM, NAMESPACE) is not None:
-        objects = [each for each in objects if not each["kind"].startswith("PersistentVolume")]
-    _clear_stale_volume(target, objects, voice)
+    if target.elsewhere:
+        objects = elsewhere.fitted(manifests(None))
+    else:
+        objects = manifests(steps.models_dir())
+        _clear_stale_volume(target, objects, voice)
     target.kube.apply(*objects)
     voice.say(f"applied {', '.join(names(objects))}")
     return Fleet(target.kube, target.reach(), NAMESPACE)
@@ -144,18 +215,6 @@ def _clear_stale_volume(target: Target, objects: list[Object], voice: Voice) -> 
         remove(target, voice)
 
 
-def _models(target: Target, voice: Voice) -> Path | None:
-    """Where the node finds the weights; None leaves what the example says."""
-    if target.mode == "local":
-        return steps.models_dir()
-    if target.mode == "kind":
-        node, folder = f"{access.KIND_CLUSTER}-control-plane", "/var/lib/moontide-demo/models"
-        for command in (["exec", node, "mkdir", "-p", folder], ["cp", f"{steps.models_dir()}/.", f"{node}:{folder}"]):
-            _call(["docker", *command])
-        voice.say(f"weights copied into {node}")
-    return None
-
-
 def rewind(fleet: Fleet, version: str, voice: Voice) -> None:
     """Where an earlier demo left engines with other weights, push the first ones back; a new fleet needs nothing."""
     if fleet.kube.find("secret", naming.admin_secret(fleet.deployment), fleet.namespace) is None:
@@ -170,7 +229,7 @@ def rewind(fleet: Fleet, version: str, voice: Voice) -> None:
             voice.say(f"{replica.name}: weights {loaded!r} of an earlier run replaced by {version!r}")
 
 
-def ready(fleet: Fleet, version: str, voice: Voice, seconds: float = _READY_SECONDS) -> None:
+def ready(fleet: Fleet, version: str, voice: Voice, seconds: float = READY_SECONDS) -> None:
     """Wait until pool, fleet and policy say that they serve ``version``; every change seen meanwhile is printed."""
     seen: dict[str, str] = {}
     events: set[str] = set()
@@ -233,24 +292,42 @@ def remove(target: Target, voice: Voice) -> None:
     """Take away what `examples` applied."""
     target.kube.run("delete", KINDS, "--all", "--namespace", NAMESPACE, "--timeout=120s", timeout=150)
     target.kube.run("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=120s", timeout=150)
-    target.kube.run("delete", "pv", VOLUME, "--ignore-not-found", "--timeout=60s")
+    if not target.elsewhere:
+        target.kube.run("delete", "pv", VOLUME, "--ignore-not-found", "--timeout=60s")
     voice.say("the demo's objects are gone")
+
+
+def withdraw(target: Target, voice: Voice) -> None:
+    """Take away from somebody else's cluster all that the demo put there, operator and CRDs included.
+
+    Raises KubeError, and leaves what is shared, where somebody has begun to use it.
+    """
+    names_ = [each["metadata"]["name"] for each in elsewhere.crds()]
+    there = [name for name in names_ if target.kube.find("crd", name, "default") is not None]
+    if len(there) == len(names_):
+        remove(target, voice)
+        if others := elsewhere.strangers(target.kube, NAMESPACE):
+            raise KubeError(f"operator and CRDs stay, for these are not the demo's: {', '.join(others)}")
+    helm(target, "uninstall", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--ignore-not-found")
+    for namespace in (NAMESPACE, SYSTEM_NAMESPACE):
+        target.kube.run("delete", "namespace", namespace, "--ignore-not-found", "--timeout=120s", timeout=150)
+    for name in there:
+        target.kube.run("delete", "crd", name, "--ignore-not-found", "--timeout=60s")
+    voice.say("operator, CRDs and both namespaces are gone")
 
 
 def end(target: Target, voice: Voice) -> None:
     """End a cluster that was made here."""
-    if target.mode == "current":
-        return
     _call([sys.executable, "-m", "hack.cluster", "down", "--cluster", target.mode])
     voice.say("the cluster is down")
 
 
-def is_up(mode: str) -> bool:
+def is_up(chosen: Choice) -> bool:
     """Whether the cluster is there before we touch it; one that is not ours always is."""
-    if mode == "current":
+    if chosen.mode == "context":
         return True
-    if mode == "kind":
-        return kind.kubeconfig().exists()
+    if chosen.mode == "kind":
+        return kind.exists()
     done = subprocess.run([sys.executable, "-m", "hack.cluster", "status"], capture_output=True, check=False)
     return done.returncode == 0
 

@@ -56,18 +56,26 @@ class Summary:
 
 
 def tell(
-    fleet: Fleet, image: str, voice: Voice, *, old: str = "1", new: str = "2", references: Path | None = None
+    fleet: Fleet,
+    image: str,
+    voice: Voice,
+    *,
+    old: str = "1",
+    new: str = "2",
+    references: Path | None = None,
+    claim: str | None = CLAIM,
 ) -> Summary:
     """Run the whole story on a fleet that serves version ``old`` with policy-a; every claim goes to ``voice``.
 
-    The cold engine's answers are also written to ``references`` where one is given.
+    The cold engine's answers are also written to ``references`` where one is given. ``claim`` has the weights, or, if
+    None, the image.
     """
     texts = prompts.make()
     kept = dict(enumerate(texts.kept))
     loaded = {number: text for number, text in enumerate(texts.all) if number not in kept}
 
     voice.head("What a cold engine answers (no cache, no store), for both sets of weights")
-    reference = cold.answers(fleet.kube, fleet.namespace, image, CLAIM, MODELS, texts.all, voice)
+    reference = cold.answers(fleet.kube, fleet.namespace, image, claim, MODELS, texts.all, voice)
     if references is not None:
         cold.save(reference, references)
     by_version = {old: reference["policy-a"], new: reference["policy-b"]}

@@ -13,6 +13,7 @@ import pytest
 
 from hack.cluster.settings import repository_root
 from hack.demo import install, story
+from hack.demo.elsewhere import Choice
 from hack.demo.fleet import Fleet, push_weights
 from hack.demo.kube import Object, condition, holds, wait
 from hack.demo.say import Voice
@@ -43,7 +44,7 @@ def fleets() -> Iterator[dict[str, Fleet]]:
     """A fleet of one for each release, by release; their cluster ends with the tests unless it was up before."""
     voice = Voice()
     was_up = install.is_up("local")
-    target = install.cluster("local", None, voice)
+    target = install.cluster(Choice("local"), None, voice)
     try:
         install.images(target, voice)
         images = [f"engine-cpu-vllm{release}" for release in further_engines()]
