@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, voice: Voice) -> int:
     if summary is None:
         return 0
     if options.keep:
-        voice.say(f"the fleet stays; `{_ending(options)}` ends everything")
+        voice.say(f"the fleet stays; `{_ending(options, target)}` ends everything")
     else:
         voice.head("Cleaning up (--keep leaves everything running)")
         if target.foreign:
@@ -121,13 +121,12 @@ def _serve(target: Target, options: argparse.Namespace, voice: Voice) -> Summary
         fleet.close()
 
 
-def _ending(options: argparse.Namespace) -> str:
-    """The command that takes away what stays."""
-    chosen = options.cluster
-    if chosen.mode == "context":
+def _ending(options: argparse.Namespace, target: Target) -> str:
+    """The command that takes away what stays. It names the context: another may be the current one by then."""
+    if target.foreign:
         config = f" --kubeconfig {options.kubeconfig}" if options.kubeconfig else ""
-        return f"python3 -m hack.demo --cluster {chosen}{config} --remove"
-    return "make cluster-down" if chosen.mode == "local" else "python3 -m hack.cluster down --cluster kind"
+        return f"python3 -m hack.demo --cluster context:{target.access.context}{config} --remove"
+    return "make cluster-down" if not target.elsewhere else "python3 -m hack.cluster down --cluster kind"
 
 
 def _clean(target: Target, voice: Voice) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hack.cluster.access import Access
 from hack.cluster.errors import ClusterError
 from hack.demo import cold, command, elsewhere, install
 from hack.demo.elsewhere import Choice
@@ -89,10 +90,12 @@ def test_options_that_do_not_go_together_are_a_sentence(arguments: list[str], se
 
 
 def test_what_takes_a_kept_demo_away_is_named_in_full() -> None:
-    parse = command.parser().parse_args
-    assert command._ending(parse([])) == "make cluster-down"
-    assert command._ending(parse(["--cluster", "kind"])) == "python3 -m hack.cluster down --cluster kind"
-    said = command._ending(parse(["--cluster", "context:a", "--kubeconfig", "b", "--images-loaded"]))
+    parse, access = command.parser().parse_args, Access(Path("b"), "a", "https://a.test")
+    assert command._ending(parse([]), Target("local", access)) == "make cluster-down"
+    ends = command._ending(parse(["--cluster", "kind"]), Target("kind", access))
+    assert ends == "python3 -m hack.cluster down --cluster kind"
+    options = parse(["--cluster", "current", "--kubeconfig", "b", "--images-loaded"])
+    said = command._ending(options, Target("context", access))
     assert said == "python3 -m hack.demo --cluster context:a --kubeconfig b --remove"
     assert command.contradiction(parse(said.split()[3:])) == ""
 
