@@ -201,6 +201,12 @@ def test_at_rest_nothing_is_written(kubectl: Any, operator: Any, fleet: str, wai
         ours = [each for each in items if each.get("involvedObject", {}).get("kind") != "PersistentVolumeClaim"]
         return {f"{each['kind']}/{each['metadata']['name']}": each["metadata"]["resourceVersion"] for each in ours}
 
+    def owned() -> bool:
+        """A Secret is created before it is applied, and its first apply says whose its fields are."""
+        found = kubectl("get", "secret", "-n", fleet, "-o", "json", "--show-managed-fields")
+        managed = [each["metadata"]["managedFields"] for each in json.loads(found)["items"]]
+        return all(any(each["operation"] == "Apply" for each in fields) for fields in managed)
+
     # Conditions move for a moment after the children appear.
     last = versions()
 
@@ -208,7 +214,7 @@ def test_at_rest_nothing_is_written(kubectl: Any, operator: Any, fleet: str, wai
         nonlocal last
         time.sleep(2)
         before, last = last, versions()
-        return before == last
+        return before == last and owned()
 
     wait_for("rest", settled, 120)
     time.sleep(6)
