@@ -109,7 +109,9 @@ def references(names: Sequence[str], base_image: str | None = None, registry: st
 def registry_prefix(text: str) -> str:
     """HOST/PATH as it stands in images' names. Raises ClusterError for what could not be one."""
     if not _REGISTRY.fullmatch(text):
-        raise ClusterError(f"--registry {text}: write HOST/PATH or HOST:PORT/PATH in lower case, as in ghcr.io/me/demo")
+        raise ClusterError(
+            f"--registry {text}: write HOST/PATH or HOST:PORT/PATH in lower case, as in registry.example/me/demo"
+        )
     return text
 
 

@@ -164,12 +164,12 @@ def test_images_that_a_node_lacks_are_known_unless_its_list_is_full() -> None:
 
 def test_images_have_the_names_of_their_content_wherever_they_go() -> None:
     loaded = references(elsewhere.IMAGES, "base:1")
-    pushed = references(elsewhere.IMAGES, "base:1", "ghcr.io/me/demo")
+    pushed = references(elsewhere.IMAGES, "base:1", "registry.example/me/demo")
     assert loaded.keys() == pushed.keys() == set(elsewhere.IMAGES)
     for name in elsewhere.IMAGES:
         key = loaded[name].removeprefix(f"moontide.local/{name}:")
         assert len(key) == 16
-        assert pushed[name] == f"ghcr.io/me/demo/{name}:{key}"
+        assert pushed[name] == f"registry.example/me/demo/{name}:{key}"
     assert references(elsewhere.IMAGES, "base:2") != loaded
     options = elsewhere.values(pushed)
     assert options[::2] == ["--set-string"] * 3
@@ -179,13 +179,22 @@ def test_images_have_the_names_of_their_content_wherever_they_go() -> None:
         elsewhere.known(pushed, "")
 
 
-@pytest.mark.parametrize("text", ["ghcr.io/me", "localhost:5000/a/b-c", "10.0.0.1:5000/x_y/z"])
+@pytest.mark.parametrize("text", ["registry.example/me", "localhost:5000/a/b-c", "10.0.0.1:5000/x_y/z"])
 def test_a_registry_is_a_host_and_a_path(text: str) -> None:
     assert registry_prefix(text) == text
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ghcr.io", "https://ghcr.io/me", "ghcr.io/Me", "ghcr.io/me/", "ghcr.io/me:v1", "a/b c"]
+    "text",
+    [
+        "",
+        "registry.example",
+        "https://registry.example/me",
+        "registry.example/Me",
+        "registry.example/me/",
+        "registry.example/me:v1",
+        "a/b c",
+    ],
 )
 def test_anything_else_is_no_registry(text: str) -> None:
     with pytest.raises(ClusterError, match="write HOST/PATH"):
@@ -242,7 +251,7 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         def call(command: list[str]) -> str:
             called.append(command)
-            registry = "ghcr.io/me" if "--registry" in command else None
+            registry = "registry.example/me" if "--registry" in command else None
             return "\n".join(references(elsewhere.IMAGES, "base:1", registry).values())
 
         monkeypatch.setattr(Target, "kube", property(lambda _: fake))
@@ -256,7 +265,10 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("mode", "source", "cluster"),
-    [("kind", Source(base_image="base:1"), "kind"), ("context", Source("ghcr.io/me", base_image="base:1"), "none")],
+    [
+        ("kind", Source(base_image="base:1"), "kind"),
+        ("context", Source("registry.example/me", base_image="base:1"), "none"),
+    ],
 )
 def test_images_are_built_by_a_command_that_exists_and_named_in_the_target(
     target: Any, mode: str, source: Source, cluster: str
@@ -288,7 +300,7 @@ def test_images_that_nobody_loaded_are_named_with_the_way_out(target: Any, monke
 def test_nodes_that_could_not_run_the_images_are_found_before_anything_is_built(target: Any) -> None:
     made, _, called = target("context", [_node("a", "s390x")])
     with pytest.raises(KubeError, match=r"a \(s390x\)"):
-        install.images(made, Voice(), Source("ghcr.io/me", base_image="base:1"))
+        install.images(made, Voice(), Source("registry.example/me", base_image="base:1"))
     assert called == []
 
 
