@@ -105,12 +105,13 @@ def condition(body: dict[str, Any] | None, type: str) -> tuple[str, str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that need the session's operator come after those that need none: it serves every namespace, and two
-    operators with different root keys would fight over the Secrets of one. What changes the cluster itself is last."""
+    operators with different root keys would fight over the Secrets of one. What changes the cluster itself is last, by
+    name: the last of it takes the CRDs away from under the session's operator."""
     here = Path(__file__).parent
     ours = [item for item in items if item.path.is_relative_to(here)]
     served = {item.path for item in ours if "operator" in getattr(item, "fixturenames", ())}
     places = [index for index, item in enumerate(items) if item.path.is_relative_to(here)]
-    ours.sort(key=lambda item: (item.path.stem.startswith("test_zz"), item.path in served))
+    ours.sort(key=lambda item: (item.path.stem if item.path.stem.startswith("test_zz") else "", item.path in served))
     for place, item in zip(places, ours, strict=True):
         items[place] = item
 

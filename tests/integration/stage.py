@@ -41,8 +41,9 @@ class Api:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def __call__(self, method: str, path: str, body: object = None) -> Any:
-        """The answer's body; AssertionError with what it said when it is no success."""
+    def __call__(self, method: str, path: str, body: object = None, *, may_be_gone: bool = False) -> Any:
+        """The answer's body; AssertionError with what it said when it is no success. None, where ``may_be_gone``, of
+        what is not there any more."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
@@ -52,6 +53,8 @@ class Api:
             text = answer.read()
         finally:
             connection.close()
+        if may_be_gone and answer.status == 404:
+            return None
         assert answer.status < 300, f"{method} {path}: {answer.status} {text.decode()}"
         return json.loads(text)
 
@@ -193,7 +196,7 @@ class Stage:
             engine |= {"state": running, "containerID": f"x://{name}"}
             status = {"phase": "Running", "podIP": host, "podIPs": [{"ip": host}], "containerStatuses": [engine]}
             path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/status"
-            self.api("PATCH", path, {"status": status})
+            self.api("PATCH", path, {"status": status}, may_be_gone=True)
         return {pod["metadata"]["name"] for pod in pods}
 
     # Policies -----------------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ def _run(stage: Any, uid: str, weights: str) -> set[str]:
 def _ready(stage: Any, names: set[str]) -> None:
     for name in names:
         ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
-        stage.api("PATCH", f"/api/v1/namespaces/{stage.namespace}/pods/{name}/status", ready)
+        path = f"/api/v1/namespaces/{stage.namespace}/pods/{name}/status"
+        stage.api("PATCH", path, ready, may_be_gone=True)
 
 
 def _secured(stage: Any) -> list[bool]:

@@ -33,7 +33,8 @@ def _kubelet(stage: Any, uid: str) -> set[str]:
     names: set[str] = stage.start_pods("chat", uid, True, "1")
     for name in names:
         ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
-        stage.api("PATCH", f"/api/v1/namespaces/{stage.namespace}/pods/{name}/status", ready)
+        path = f"/api/v1/namespaces/{stage.namespace}/pods/{name}/status"
+        stage.api("PATCH", path, ready, may_be_gone=True)
     return names
 
 
