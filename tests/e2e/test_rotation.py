@@ -12,11 +12,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from hack.cluster.settings import repository_root
-from hack.demo import install
 from hack.demo.cold import References
 from hack.demo.fleet import Fleet, Replica
-from hack.demo.install import Target
 from hack.demo.kube import Kube
 from hack.demo.load import Load
 from hack.demo.prompts import Prompts
@@ -24,24 +21,25 @@ from moontide import labels, naming
 from tests.e2e import release
 from tests.e2e.oracle.trainer import Trainer
 
-OVERLAP_SECONDS = 10
+OVERLAP = "MOONTIDE_TOKEN_OVERLAP_SECONDS"
 ROTATED_SECONDS = 240.0
 """Bounds a rotation that does not end; a kubelet that was told to look every ten seconds needs thirty."""
 
 
 @pytest.fixture
-def short_overlap(target: Target, kube: Kube) -> Iterator[None]:
-    """An operator that has engines take both tokens for seconds, not for ten minutes; then the demo's again."""
-    before = release.revision(kube)
-    chart = str(repository_root() / "charts" / "moontide")
-    overlap = ("--set", f"adminTokens.overlapSeconds={OVERLAP_SECONDS}")
-    install.helm(target, "upgrade", install.RELEASE, chart, *release.NAMESPACE, *release.VALUES, *overlap)
-    try:
+def short_overlap(kube: Kube) -> Iterator[None]:
+    """An operator that has engines take both tokens for seconds, where the chart allows a minute at least."""
+
+    def restarted(seconds: str) -> None:
+        kube.run("set", "env", f"deployment/{release.DEPLOYMENT}", *release.NAMESPACE, f"{OVERLAP}={seconds}")
         release.rolled_out(kube)
+
+    before = release.environment(kube, OVERLAP)
+    try:
+        restarted("10")
         yield
     finally:
-        install.helm(target, "rollback", install.RELEASE, before, *release.NAMESPACE)
-        release.rolled_out(kube)
+        restarted(before)
 
 
 def _phase(fleet: Fleet, name: str) -> str:
