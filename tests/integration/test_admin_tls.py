@@ -26,13 +26,6 @@ def _run(stage: Any, uid: str, weights: str) -> set[str]:
     return names
 
 
-def _ready(stage: Any, names: set[str]) -> None:
-    for name in names:
-        ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
-        path = f"/api/v1/namespaces/{stage.namespace}/pods/{name}/status"
-        stage.api("PATCH", path, ready, may_be_gone=True)
-
-
 def _secured(stage: Any) -> list[bool]:
     """Of each pod that runs, whether it was made for TLS."""
     return sorted(
@@ -54,7 +47,7 @@ def test_a_fleet_changes_its_policy_before_during_and_after_the_rollout_to_tls(
         stage.fleet("chat", fences=False)
         stage.wait_current("chat", 1)
         uid = stage.api("GET", stage.path("InferenceDeployment", "chat"))["metadata"]["uid"]
-        _ready(stage, _run(stage, uid, "1"))
+        stage.call_ready(_run(stage, uid, "1"))
         assert _secured(stage) == [False, False]
 
         def change(version: str) -> None:
@@ -79,7 +72,7 @@ def test_a_fleet_changes_its_policy_before_during_and_after_the_rollout_to_tls(
         change("2")
 
         def all_secured() -> bool:
-            _ready(stage, _run(stage, uid, "2"))
+            stage.call_ready(_run(stage, uid, "2"))
             return _secured(stage) == [True, True]
 
         wait_for("no pod without TLS", all_secured)

@@ -31,10 +31,7 @@ def _events(stage: Any) -> list[dict[str, Any]]:
 def _kubelet(stage: Any, uid: str) -> set[str]:
     """Start an engine in each pod that has none, and call every pod ready. Returns their names."""
     names: set[str] = stage.start_pods("chat", uid, True, "1")
-    for name in names:
-        ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
-        path = f"/api/v1/namespaces/{stage.namespace}/pods/{name}/status"
-        stage.api("PATCH", path, ready, may_be_gone=True)
+    stage.call_ready(names)
     return names
 
 
