@@ -90,6 +90,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (_with(FLEET, "metadata.name", "f" * 64), "metadata.name becomes the name of a Service; write at most 63"),
     (_with(FLEET, "metadata.name", "my.chat"), "metadata.name becomes the name of a Service; write at most 63"),
+    (_with(FLEET, "spec.policyRef", {"name": "a/b"}), "no object can have this name; write lower-case letters"),
     (_with(FLEET, "spec.model.source", "/data/weights"), "write pvc://CLAIM/FOLDER, hf://ORG/NAME,"),
     *(
         (_with(FLEET, "spec.model.source", source), "write pvc://CLAIM/FOLDER, hf://ORG/NAME, s3://BUCKET/PREFIX or")

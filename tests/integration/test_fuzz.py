@@ -65,15 +65,17 @@ class Tally:
     changed: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
+    worst: str = ""
+    """The longest refusal, as the API server said it."""
 
     def line(self) -> str:
         """For people."""
-        worst = max(self.refusals, key=len, default="")
         often = "".join(f"\n{count:6} {text[:150]}" for text, count in self.refusals.most_common(5))
         return (
             f"fuzz: {self.sent} inputs (seed {SEED}), {self.admitted} admitted and reconciled "
             f"({dict(self.kinds)}), {self.changed} of them changed to something wild; "
-            f"{len(self.refusals)} different refusals, the longest {len(worst)} characters; the most frequent:{often}"
+            f"{len(self.refusals)} different refusals; the most frequent:{often}\n"
+            f"the longest is of {len(self.worst)} characters and begins: {self.worst[:600]!r}"
         )
 
 
@@ -175,6 +177,7 @@ class Fuzz:
     def refused(self, error: str) -> None:
         text = said(error)
         assert sentence(text), text
+        self.tally.worst = max(self.tally.worst, text, key=len)
         self.tally.refusals[re.sub(r'"[^"]*"', '""', text)[:4000]] += 1
 
     def batch(self, some: list[dict[str, Any]]) -> None:

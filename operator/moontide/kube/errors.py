@@ -23,6 +23,9 @@ FORBIDDEN_SECONDS = 5.0
 _NO_SUCH_FIELD = "failed to create typed patch object"
 """How server-side apply refuses an unknown field or a wrong type; it answers 500, and for ever."""
 
+_NO_SUCH_NAME = "Name parameter invalid"
+"""How the API server refuses to look for a name with a slash or a percent sign."""
+
 
 def message_of(error: ApiException) -> str:
     """The sentence of the API server's Status object, or the HTTP reason where there is none."""
@@ -63,11 +66,12 @@ def mapped(what: str) -> Iterator[None]:
 
 
 async def found_or_none(what: str, asked: Awaitable[T]) -> T | None:
-    """What a request about one object answers, or None when there is no such object; else as :func:`mapped`."""
+    """What a request about one object answers, or None when there is no such object, or can be none of that name; else
+    as :func:`mapped`."""
     with mapped(what):
         try:
             return await asked
         except ApiException as error:
-            if error.status == 404:
+            if error.status == 404 or (error.status == 400 and _NO_SUCH_NAME in message_of(error)):
                 return None
             raise

@@ -7,7 +7,7 @@ from kubernetes.aio import client as k8s
 from moontide import labels, naming
 from moontide.api.v1alpha1 import KVCachePoolSpec, quantity_bytes
 from moontide.api.v1alpha1.common import ResourceRequirements
-from moontide.api.v1alpha1.kvcachepool import NODE_OVERHEAD, StoreNodes
+from moontide.api.v1alpha1.kvcachepool import NODE_CPU, NODE_OVERHEAD, StoreNodes
 from moontide.resources import common, timeouts, transport
 from moontide.resources.masters import Election, client_address, client_environment
 
@@ -94,7 +94,7 @@ def _container(
             common.field_env("MOONTIDE_NODE_HOST", "status.podIP"),
         ],
         ports=[k8s.V1ContainerPort(name="status", container_port=port, protocol="TCP")],
-        resources=common.resources(with_memory(nodes, huge=spec.transport.hugepages is not None)),
+        resources=common.resources(with_requests(nodes, huge=spec.transport.hugepages is not None)),
         security_context=common.container_security(),
         readiness_probe=common.http_probe(port, "/readyz", period=1, failures=2, timeout=2),
         # Not of the master: a node that is restarted because the master is away loses what it holds.
@@ -103,12 +103,16 @@ def _container(
     )
 
 
-def with_memory(nodes: StoreNodes, huge: bool = False) -> ResourceRequirements:
-    """The resources of one node, with a request of the memory that it lends where the spec has none: a node that the
-    scheduler takes for empty is the first to be killed."""
+def with_requests(nodes: StoreNodes, huge: bool = False) -> ResourceRequirements:
+    """The resources of one node, with requests where the spec has none: of the memory that it lends, since a node that
+    the scheduler takes for empty is the first to be killed; and of CPU, since one that asks for none is starved by busy
+    engines beside it until the master takes it for lost, with what it holds."""
     wanted = nodes.resources
-    if "memory" in wanted.requests or "memory" in wanted.limits:
-        return wanted
-    # Huge pages are counted apart from a container's memory.
-    needed = (0 if huge else quantity_bytes(nodes.segment_size)) + quantity_bytes(NODE_OVERHEAD)
-    return ResourceRequirements(limits=wanted.limits, requests={**wanted.requests, "memory": str(needed)})
+    asked = dict(wanted.requests)
+    if "cpu" not in {**wanted.requests, **wanted.limits}:
+        asked["cpu"] = NODE_CPU
+    if "memory" not in {**wanted.requests, **wanted.limits}:
+        # Huge pages are counted apart from a container's memory.
+        needed = (0 if huge else quantity_bytes(nodes.segment_size)) + quantity_bytes(NODE_OVERHEAD)
+        asked["memory"] = str(needed)
+    return ResourceRequirements(limits=wanted.limits, requests=asked)

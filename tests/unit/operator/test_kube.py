@@ -68,15 +68,18 @@ def test_no_answer_is_retried(error: Exception) -> None:
 
 
 async def test_what_is_not_there_is_none_and_no_other_refusal_is() -> None:
-    async def asked(status: int) -> str:
+    async def asked(status: int, message: str = "no") -> str:
         if status:
-            raise ApiException(http_resp=Answer(status, {"message": "no"}))
+            raise ApiException(http_resp=Answer(status, {"message": message}))
         return "it"
 
     assert await found_or_none("get Secret ns/a", asked(0)) == "it"
     assert await found_or_none("get Secret ns/a", asked(404)) is None
+    assert await found_or_none("get Secret ns/a%", asked(400, 'Name parameter invalid: "a%": may not contain')) is None
     with pytest.raises(Retry, match="get Secret ns/a: 403 no"):
         await found_or_none("get Secret ns/a", asked(403))
+    with pytest.raises(InvalidSpec, match="get Secret ns/a: 400 no"):
+        await found_or_none("get Secret ns/a", asked(400))
 
 
 def test_a_patch_that_is_no_object_of_its_kind_is_an_invalid_spec() -> None:

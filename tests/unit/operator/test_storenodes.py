@@ -40,7 +40,7 @@ def test_pods_that_lend_and_drain() -> None:
     assert env["MOONTIDE_MASTER_METRICS"] == "http://kv-master.ns.svc:9003"
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": 9005}
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": 9005}
-    assert container["resources"] == {"requests": {"memory": str(2 * 2**30 + 256 * MIB)}}
+    assert container["resources"] == {"requests": {"cpu": "100m", "memory": str(2 * 2**30 + 256 * MIB)}}
 
 
 def test_restricted_and_not_the_masters_pods() -> None:
@@ -53,9 +53,15 @@ def test_restricted_and_not_the_masters_pods() -> None:
 
 
 def test_resources_of_the_spec_win() -> None:
-    limits = {"limits": {"memory": "8Gi"}}
-    container = _wire(_spec(resources=limits))["spec"]["template"]["spec"]["containers"][0]
-    assert container["resources"] == limits
+    for given in ({"limits": {"memory": "8Gi", "cpu": "2"}}, {"requests": {"memory": "5Gi", "cpu": "1"}}):
+        container = _wire(_spec(resources=given))["spec"]["template"]["spec"]["containers"][0]
+        assert container["resources"] == given
+
+
+def test_a_node_asks_for_cpu_whatever_it_asks_of_memory() -> None:
+    """One that asks for none is starved beside busy engines, and lost with its keys."""
+    container = _wire(_spec(resources={"limits": {"memory": "8Gi"}}))["spec"]["template"]["spec"]["containers"][0]
+    assert container["resources"] == {"limits": {"memory": "8Gi"}, "requests": {"cpu": "100m"}}
 
 
 def test_nodes_that_are_not_wanted_any_more_are_scaled_down() -> None:

@@ -87,10 +87,26 @@ def quantity_bytes(quantity: str) -> int:
     return int(float(number) * _FACTORS[unit])
 
 
+Name = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=253,
+        json_schema_extra=validations(
+            rule(
+                "self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$')",
+                "no object can have this name; write lower-case letters, digits, - and . alone, for example tiny-1",
+            )
+        ),
+    ),
+]
+"""The name of an object. Only the schema refuses what is none: an object that is stored already is still read."""
+
+
 class ObjectName(Api):
     """Names another object in the same namespace."""
 
-    name: Annotated[str, Field(min_length=1, max_length=253)]
+    name: Name
 
 
 NamespaceName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]

@@ -11,6 +11,7 @@ from moontide.api.v1alpha1.common import (
     Api,
     Conditions,
     EnvVar,
+    Name,
     NamespaceName,
     ObjectName,
     Quantity,
@@ -120,7 +121,7 @@ class ServiceSettings(Api):
 class PolicyRef(Api):
     """Names a PolicyVersion."""
 
-    name: Annotated[str, Field(min_length=1, max_length=253)]
+    name: Name
     namespace: NamespaceName | None = None
     """Its namespace; the fleet's own when absent. Another one's ``spec.allowedNamespaces`` must list the fleet's."""
 

@@ -128,6 +128,8 @@ class Master(Api):
 
 NODE_OVERHEAD = "256Mi"
 """What a memory node needs beside its segment: about 90 MiB empty, and its buffers."""
+NODE_CPU = "100m"
+"""What a memory node asks for where the spec says nothing of CPU: enough to ping and to be read on a busy machine."""
 _NODE_NEEDS = f"quantity(self.segmentSize).add(quantity('{NODE_OVERHEAD}'))"
 
 
@@ -154,7 +156,7 @@ class StoreNodes(Api):
     segment_size: Quantity = "4Gi"
     """What each node lends."""
     resources: Annotated[ResourceRequirements, Field(default_factory=ResourceRequirements)]
-    """Without a request of memory it is segmentSize and 256Mi."""
+    """Without a request of memory it is segmentSize and 256Mi, without one of CPU 100m."""
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
     """How long a node that goes may take to move its keys to others; what is left then is dropped. 0: all is."""
 

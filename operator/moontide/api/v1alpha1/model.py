@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from moontide.api.v1alpha1.common import Api, ObjectName, Quantity, rule, validations
+from moontide.api.v1alpha1.common import Api, Name, ObjectName, Quantity, rule, validations
 
 _SOURCES = (
     "^(hf://[^/\\\\s]+/[^/\\\\s]+|pvc://[^/\\\\s]+/[^\\\\s]+|s3://[^/\\\\s]+/[^\\\\s]*[^/\\\\s]|file:///[^\\\\s]*)$",
@@ -18,7 +18,7 @@ _SOURCES = (
 class SecretKey(Api):
     """One key of a Secret in the same namespace."""
 
-    name: Annotated[str, Field(min_length=1, max_length=253)]
+    name: Name
     key: Annotated[str, Field(min_length=1, max_length=253)]
 
 
@@ -35,7 +35,7 @@ class ModelCache(Api):
         )
     )
 
-    claim: Annotated[str | None, Field(min_length=1, max_length=253)] = None
+    claim: Name | None = None
     """A PersistentVolumeClaim. Pods on several nodes need one that is ReadWriteMany."""
     size: Quantity | None = None
     """The most that a pod may keep on its node's disk."""
