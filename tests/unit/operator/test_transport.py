@@ -93,7 +93,7 @@ def test_nodes_request_their_segment_once() -> None:
     pages = str((66 + 16) * MIB)
     assert container["resources"] == {
         "limits": {"hugepages-2Mi": pages},
-        "requests": {"memory": str(256 * MIB), "hugepages-2Mi": pages},
+        "requests": {"cpu": "100m", "memory": str(256 * MIB), "hugepages-2Mi": pages},
     }
 
 
