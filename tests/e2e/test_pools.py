@@ -97,7 +97,7 @@ def test_kv_outlives_the_engine_and_a_node_that_goes(alone: Fleet) -> None:
     first = _serving(alone)
     answer = first.ask(alone.model, 0, PROMPT)
     assert answer.status == 200, answer
-    written = wait(lambda: _keys(alone) or None, 30, "keys in the store")
+    written = wait(lambda: _keys(alone) or None, 30, "keys in the store", last=_said(alone))
 
     alone.kube.run("delete", "pod", first.name, "--namespace", NAMESPACE, "--timeout=90s", timeout=100)
     second = _serving(alone, other_than=first.uid)

@@ -105,13 +105,14 @@ def _container(
 
 def with_requests(nodes: StoreNodes, huge: bool = False) -> ResourceRequirements:
     """The resources of one node, with requests where the spec has none: of the memory that it lends, since a node that
-    the scheduler takes for empty is the first to be killed; and of CPU, since one that asks for none is starved by busy
-    engines beside it until the master takes it for lost, with what it holds."""
+    the scheduler takes for empty is the first to be killed; and of CPU, since one that asks for none gets what busy
+    engines beside it leave, and each read and write of the pool waits for it."""
     wanted = nodes.resources
+    said = {*wanted.requests, *wanted.limits}
     asked = dict(wanted.requests)
-    if "cpu" not in {**wanted.requests, **wanted.limits}:
+    if "cpu" not in said:
         asked["cpu"] = NODE_CPU
-    if "memory" not in {**wanted.requests, **wanted.limits}:
+    if "memory" not in said:
         # Huge pages are counted apart from a container's memory.
         needed = (0 if huge else quantity_bytes(nodes.segment_size)) + quantity_bytes(NODE_OVERHEAD)
         asked["memory"] = str(needed)

@@ -59,7 +59,7 @@ def test_resources_of_the_spec_win() -> None:
 
 
 def test_a_node_asks_for_cpu_whatever_it_asks_of_memory() -> None:
-    """One that asks for none is starved beside busy engines, and lost with its keys."""
+    """One that asks for none gets what busy engines beside it leave."""
     container = _wire(_spec(resources={"limits": {"memory": "8Gi"}}))["spec"]["template"]["spec"]["containers"][0]
     assert container["resources"] == {"limits": {"memory": "8Gi"}, "requests": {"cpu": "100m"}}
 
