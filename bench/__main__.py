@@ -47,6 +47,7 @@ BENCHES = (
         12,
         short=("--processes", "1", "--rounds", "4"),
     ),
+    Bench("engine_start", "a start of an engine, its processes spawned and forked", 5, short=("--rounds", "1")),
     Bench("master_loss", "requests while the store's master is away (real engines)", 4),
 )
 

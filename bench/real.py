@@ -1,10 +1,11 @@
 """What a change costs clients of real engines, by strategy: `.venv/bin/python -m bench.real`, 25 minutes.
 
 Three vLLM replicas on the CPU, a real Mooncake master with 20,000 old keys before each change (``--keys 1000000`` for
-more), streaming clients. Of each way it prints the longest time for which one client got no token (p50, p95), the pause
-that the operator saw, and over ``--after`` seconds from the end of the change the share of prompt tokens that hit, and
-the time to the first token. *fan-out* is what trainers do without Moontide and leaves stale KV behind: it is here for
-its cost only. *restart* ends one engine after another. Asserts nothing; exit status 1 if a change did not end.
+more), streaming clients. Of each way it prints the longest time for which one client got no token during the change and
+over ``--after`` seconds from its end, in which old keys are removed (p50, p95 of the changes), the pause that the
+operator saw, and over those seconds the share of prompt tokens that hit and the time to the first token. *fan-out* is
+what trainers do without Moontide and leaves stale KV behind: it is here for its cost only. *restart* ends one engine
+after another. Asserts nothing; exit status 1 if a change did not end.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def changes(rig: Rig) -> dict[str, Callable[[], None]]:
         rig.target = version
         push()
         rig.patch(version=version)
-        rig.until_serving(180)
+        rig.until_serving(180, wiped=False)
 
     def fan_out() -> None:
         for replica in rig.replicas:
@@ -206,7 +207,7 @@ def main() -> int:
                     if options.way and way not in options.way:
                         continue
                     rig.patch(strategy="Fence" if way == "Fence" else "Barrier")
-                    felt, pauses, rates, firsts = [], [], [], []
+                    felt, later, pauses, rates, firsts = [], [], [], [], []
                     failed = clients.failed
                     for _ in range(1 if way == "restart" else options.rounds):
                         filled = putter.fill(rig.uid)
@@ -218,13 +219,14 @@ def main() -> int:
                         time.sleep(options.after)
                         after = hits(rig.replicas)
                         felt.append(clients.gap(began, ended))
+                        later.append(clients.gap(ended, time.monotonic()))
                         rates.append((after[0] - before[0]) / max(after[1] - before[1], 1))
                         firsts += [took for at, took in clients.first if ended <= at]
                         update = (rig.policy().get("status") or {}).get("lastUpdate") or {}
                         if way in ("Barrier", "Fence"):
                             pauses.append(float(update.get("pauseSeconds") or 0))
                     row = {"way": way, "changes": len(felt), "keys": filled, "failed": clients.failed - failed}
-                    for name, values in (("felt", felt), ("pause", pauses), ("first_token", firsts)):
+                    for name, values in (("felt", felt), ("later", later), ("pause", pauses), ("first_token", firsts)):
                         row |= {f"{name}_p{p}": percentile(values, p / 100) if values else None for p in (50, 95)}
                     row["hit_rate"] = statistics.mean(rates)
                     rows.append(row)
@@ -246,8 +248,8 @@ def line(row: dict[str, Any]) -> str:
 
     return (
         f"{row['way']:8} {row['changes']} changes, {row['keys']} old keys: one client without a token {ms('felt')} ms "
-        f"(p50/p95), pause {ms('pause')} ms, then {row['hit_rate']:.0%} of prompt tokens hit, first token "
-        f"{ms('first_token')} ms; {row['failed']} requests failed"
+        f"(p50/p95), later {ms('later')} ms, pause {ms('pause')} ms, then {row['hit_rate']:.0%} of prompt tokens hit, "
+        f"first token {ms('first_token')} ms; {row['failed']} requests failed"
     )
 
 

@@ -289,19 +289,19 @@ class Rig:
 
         wait(f"the API server to take {body}", done, 180)
 
-    def current(self, version: int) -> Object | None:
-        """The PolicyVersion, if it says that it serves this version and that old keys are removed."""
+    def current(self, version: int, wiped: bool = True) -> Object | None:
+        """The PolicyVersion, if it says that it serves this version, and if wanted that old keys are removed."""
         found = self.policy()
         status = found.get("status") or {}
         seen = status.get("observedGeneration") == (found.get("metadata") or {}).get("generation")
-        wiped = (status.get("lastUpdate") or {}).get("wipedAt")
-        return found if found and seen and wiped and is_current(found, str(version)) else None
+        done = not wiped or (status.get("lastUpdate") or {}).get("wipedAt")
+        return found if found and seen and done and is_current(found, str(version)) else None
 
-    def until_serving(self, seconds: float) -> None:
-        """Wait until the target is current and every engine is open in its epoch."""
+    def until_serving(self, seconds: float, wiped: bool = True) -> None:
+        """Wait until the target is current, every engine is open in its epoch and, if wanted, old keys are removed."""
 
         def all_serve() -> bool:
-            found = self.current(self.target) if self.target > 1 else self.policy()
+            found = self.current(self.target, wiped) if self.target > 1 else self.policy()
             epoch = ((found or {}).get("status") or {}).get("epoch")
             said = [self.says(each) for each in self.replicas]
             return bool(epoch) and all(each and (each["state"], each["epoch"]) == ("open", epoch) for each in said)

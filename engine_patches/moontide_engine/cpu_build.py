@@ -1,10 +1,14 @@
-"""What vLLM's CPU build lacks to run with the store at all. A GPU build is not touched by any of it."""
+"""What vLLM's CPU build lacks to run with the store at all, and to start quickly. A GPU build is not touched by it."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 from typing import Any
+
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 class Event:
@@ -24,11 +28,33 @@ class Event:
         return True
 
 
-def prepare() -> None:
+def prepare(start_method: str = "") -> None:
     """All of it; in each process, before the engine starts."""
     torch = importlib.import_module("torch")
     ask_for_amx(torch)
     give_events(torch)
+    if start_method == "fork" and importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        fork()
+
+
+def fork() -> None:
+    """Let vLLM start EngineCore and its workers by a fork.
+
+    Its CPU build always spawns, so that each of three processes imports everything anew: most of the CPU time of a
+    start. It does so because it gives each worker cores of its own by a setting that OpenMP reads once a process. So
+    it stays with that unless ``VLLM_CPU_OMP_THREADS_BIND=nobind`` says that no core is given to anybody.
+    """
+    if os.environ.get(BIND) != "nobind":
+        logging.getLogger("moontide").warning("%s is not nobind, so vLLM's processes are spawned, not forked", BIND)
+        return
+    platform: Any = importlib.import_module("vllm.platforms.cpu").CpuPlatform
+    original = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, *args: Any, **kwargs: Any) -> None:
+        original(cls, *args, **kwargs)
+        os.environ[START_METHOD] = "fork"
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def ask_for_amx(torch: Any) -> None:

@@ -63,7 +63,7 @@ def register() -> None:
     # Once more when it is served. Here it is known before minutes have gone into loading weights.
     tls.certificate(loaded.admin_tls)
     PATCHES.apply(auto=loaded.auto_patches)
-    cpu_build.prepare()
+    cpu_build.prepare(loaded.cpu_start_method)
     fallback.prepare()
     if loaded.worker_spin is not None:
         calm(loaded.worker_spin)

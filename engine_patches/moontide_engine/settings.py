@@ -38,6 +38,8 @@ class Settings:
     """How long an engine that starts waits for its pool's master."""
     admin_tls: str = ""
     """Folder of the admin port's ``tls.crt`` and ``tls.key``; empty: plain HTTP."""
+    cpu_start_method: str = ""
+    """How vLLM's CPU build starts its processes: ``fork`` or ``spawn``; empty leaves it at vLLM's own ``spawn``."""
     auto_patches: bool = False
     """Whether a vLLM that is not known as a whole runs with the patches that know it; else it does not start."""
 
@@ -61,6 +63,9 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
     on_pool_failure = env.get("MOONTIDE_ON_POOL_FAILURE", "") or "Fallback"
     if on_pool_failure not in ("Fallback", "Crash"):
         raise SettingsError(f"MOONTIDE_ON_POOL_FAILURE={on_pool_failure!r} is neither Fallback nor Crash")
+    start = env.get("MOONTIDE_CPU_START_METHOD", "")
+    if start not in ("", "fork", "spawn"):
+        raise SettingsError(f"MOONTIDE_CPU_START_METHOD={start!r} is neither fork nor spawn")
     return Settings(
         admin_host=env.get("MOONTIDE_ADMIN_HOST", "0.0.0.0"),
         admin_port=int(number(env, "MOONTIDE_ADMIN_PORT", 8001, 1, 65535)),
@@ -76,6 +81,7 @@ def load(env: Mapping[str, str] | None = None) -> Settings:
         on_pool_failure=on_pool_failure,
         pool_wait=number(env, "MOONTIDE_POOL_WAIT_SECONDS", 60, 0.1, 3600),
         admin_tls=env.get("MOONTIDE_ADMIN_TLS", ""),
+        cpu_start_method=start,
         auto_patches=patches == "Auto",
     )
 

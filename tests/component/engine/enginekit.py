@@ -49,6 +49,14 @@ class Process:
         """Signal every process of the group."""
         os.killpg(self.popen.pid, number)
 
+    def members(self) -> list[int]:
+        """PIDs of the group."""
+        found = []
+        for pid in (int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
+            with contextlib.suppress(ProcessLookupError):
+                found += [pid] if os.getpgid(pid) == self.popen.pid else []
+        return found
+
     def end(self, seconds: float = 60.0) -> int:
         """SIGTERM to the main process, SIGKILL to the group if that does not do in time. Exit code."""
         if self.popen.poll() is None:
@@ -198,6 +206,8 @@ def engine_environment(folder: Path, number: int) -> dict[str, str]:
         "MOONTIDE_STORE_TIMEOUT_SECONDS": "6",
         "MOONTIDE_LOAD_TIMEOUT_SECONDS": "10",
         "MOONTIDE_WORKER_SPIN_SECONDS": "0.005",
+        # The second replica as vLLM's CPU build starts by itself, all others as its GPU builds and our CPU image do.
+        "MOONTIDE_CPU_START_METHOD": "spawn" if number == 2 else "fork",
     }
 
 

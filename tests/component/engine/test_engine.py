@@ -721,6 +721,21 @@ def test_wiper_is_bounded_and_recovers(open_fleet: kit.Fleet, wiper: WiperClient
     kit.wait_for("segments", lambda: len(open_fleet.master.segments()) == 2, 30)
 
 
+def _first_library(pid: int) -> str:
+    """Where its torch lies in memory; a process that was forked has it where its parent has."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return next(line.split("-")[0] for line in lines if "libtorch_cpu" in line)
+
+
+def test_processes_are_forked_where_that_was_asked_for(fleet: kit.Fleet) -> None:
+    for replica, forked in zip(fleet.replicas, (True, False), strict=True):
+        leader = replica.process.popen.pid
+        named = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in replica.process.members()}
+        children = [pid for pid, name in named.items() if name.startswith("VLLM")]
+        assert len(children) == 2, named
+        assert {_first_library(pid) == _first_library(leader) for pid in children} == {forked}
+
+
 # -- starts that must not be -------------------------------------------------------------------------------------------
 
 # A function that every release has.

@@ -7,10 +7,11 @@ import os
 import re
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from moontide_engine import jsonlog, plugin, settings
+from moontide_engine import cpu_build, jsonlog, plugin, settings
 from moontide_engine.auth import TokenFile, bearer_tokens
 from moontide_engine.namespace import is_namespace, pattern
 
@@ -59,6 +60,7 @@ def test_settings_have_defaults_and_bounds() -> None:
         {"MOONTIDE_STORE_TIMEOUT_SECONDS": "nan"},
         {"MOONTIDE_WORKER_SPIN_SECONDS": "2"},
         {"MOONTIDE_KEY_NAMESPACE": "a@b"},
+        {"MOONTIDE_CPU_START_METHOD": "thread"},
     ):
         with pytest.raises(settings.SettingsError, match=next(iter(env))):
             settings.load(env)
@@ -122,6 +124,59 @@ def test_a_wait_that_cannot_be_changed_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plugin.importlib, "import_module", lambda name: types.SimpleNamespace())
     with pytest.raises(settings.SettingsError, match="MOONTIDE_WORKER_SPIN_SECONDS"):
         plugin.calm(0.25)
+
+
+class _CpuPlatform:
+    """As vLLM's: says ``spawn`` whatever was asked for."""
+
+    checked: ClassVar[list[object]] = []
+
+    @classmethod
+    def check_and_update_config(cls, config: object) -> None:
+        cls.checked.append(config)
+        os.environ[cpu_build.START_METHOD] = "spawn"
+
+    def is_cpu(self) -> bool:
+        return True
+
+
+def _with_platform(monkeypatch: pytest.MonkeyPatch, cpu: bool) -> type[_CpuPlatform]:
+    platform = type("CpuPlatform", (_CpuPlatform,), {"checked": [], "is_cpu": lambda self: cpu})
+    torch = types.SimpleNamespace(
+        cpu=types.SimpleNamespace(_is_amx_tile_supported=lambda: False),
+        cuda=types.SimpleNamespace(is_available=lambda: True),
+    )
+    modules = {
+        "torch": torch,
+        "vllm.platforms": types.SimpleNamespace(current_platform=platform()),
+        "vllm.platforms.cpu": types.SimpleNamespace(CpuPlatform=platform),
+    }
+    monkeypatch.setattr(cpu_build.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setenv(cpu_build.START_METHOD, "unset")
+    return platform
+
+
+@pytest.mark.parametrize(
+    ("asked", "cpu", "bind", "then"),
+    [
+        ("fork", True, "nobind", "fork"),
+        ("", True, "nobind", "spawn"),
+        ("spawn", True, None, "spawn"),
+        ("fork", False, "nobind", "spawn"),
+        ("fork", True, "auto", "spawn"),
+        ("fork", True, None, "spawn"),
+    ],
+)
+def test_the_cpu_build_starts_its_processes_as_it_was_asked(
+    monkeypatch: pytest.MonkeyPatch, asked: str, cpu: bool, bind: str | None, then: str
+) -> None:
+    platform = _with_platform(monkeypatch, cpu)
+    monkeypatch.delenv(cpu_build.BIND, raising=False)
+    if bind is not None:
+        monkeypatch.setenv(cpu_build.BIND, bind)
+    cpu_build.prepare(asked)
+    platform.check_and_update_config("config")
+    assert (platform.checked, os.environ[cpu_build.START_METHOD]) == (["config"], then)
 
 
 @pytest.mark.parametrize("value", ["", "@", "a@", ".*", "a b", "-a", "a/b", None, 1, "a" * 300])
