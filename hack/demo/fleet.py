@@ -237,7 +237,8 @@ class Fleet:
         running = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"] and pod["status"].get("podIP")]
         if not running:
             raise KubeError(f"pool {self.pool} has no running master")
-        return Store(running[0], self.reach, self.kube.secret(naming.wiper_secret(self.pool), "token", self.namespace))
+        tokens = self.kube.secret(naming.wiper_secret(self.pool), "token", self.namespace).split()
+        return Store(running[0], self.reach, tokens[0])
 
     def close(self) -> None:
         """Close every connection and end what was started to reach pods."""

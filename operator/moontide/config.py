@@ -59,7 +59,7 @@ class Config:
     admin_authorities: str = ""
     """A file with the authorities (PEM) of admin ports and wipers that serve TLS; empty: the public ones alone."""
     token_overlap_seconds: float = 600.0
-    """How long engines take the old admin token, too, once a new one is in use."""
+    """How long engines and wipers take the old token, too, once a new one is in use."""
 
 
 def load(environ: Mapping[str, str], own_namespace_file: Path = _OWN_NAMESPACE_FILE) -> Config:

@@ -12,7 +12,8 @@ LEADER = "moontide.dev/leader"
 """On the pod of the master that leads, in a pool of three."""
 FINALIZER = "moontide.dev/finalizer"
 ROTATE_TOKEN = "moontide.dev/rotate-token"
-"""On an InferenceDeployment: any other value than before asks for a new admin token."""
+"""On an InferenceDeployment or a KVCachePool: any other value than before asks for a new token of its admin ports or
+wipers."""
 ADMITTED_CONTAINER = "moontide.dev/admitted-container"
 """On a pod, written before the operator first admits the engine: the id of the container whose engine may have been
 admitted. A pod without it, or whose container has another id, runs an engine that never served and never wrote."""

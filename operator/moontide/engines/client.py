@@ -166,6 +166,19 @@ async def engine_status(
         return Unanswered("NotAStatus", f"{address}: {error.error_count()} fields are missing or wrong: {error}"[:500])
 
 
+async def wiper_refusal(
+    http: aiohttp.ClientSession, url: str, token: Token, seconds: float = STATUS_SECONDS, server_name: str = ""
+) -> str:
+    """Why the wiper at ``url`` did not take the token, as one word; empty where it took it.
+
+    It is asked to count the keys of no namespace. To whoever has a token that is a bad request, in every release.
+    """
+    answer = await _json(http, "GET", f"{url}/moontide/v1/keys", token, seconds, server_name=server_name)
+    if isinstance(answer, Unanswered):
+        return answer.reason
+    return "" if answer[0] == 400 else f"Http{answer[0]}"
+
+
 def _said(body: dict[str, Any]) -> EngineStatus | None:
     """The status that comes with the answer to a command; wipers and engines with an older plugin send none."""
     try:
@@ -205,7 +218,7 @@ async def send(http: aiohttp.ClientSession, command: Command, token: Token, term
     return _result(command, answer, started)
 
 
-async def wipe(http: aiohttp.ClientSession, action: Wipe, url: str, token: str, term: int) -> Result:
+async def wipe(http: aiohttp.ClientSession, action: Wipe, url: str, token: Token, term: int) -> Result:
     """Remove the fleet's keys, then verify: only a second removal that finds nothing proves it.
 
     ``url`` is the wiper's base, ``term`` this leader's: the wiper refuses lower ones. ``removed`` counts the keys of
@@ -217,7 +230,7 @@ async def wipe(http: aiohttp.ClientSession, action: Wipe, url: str, token: str, 
     return await _twice(http, action, f"{url}/moontide/v1/wipe", token, seconds, body, started)
 
 
-async def collect(http: aiohttp.ClientSession, action: Collect, url: str, token: str, term: int) -> Result:
+async def collect(http: aiohttp.ClientSession, action: Collect, url: str, token: Token, term: int) -> Result:
     """Remove the fleet's keys of epochs that are over, then verify: a second collection must find none.
 
     ``url`` and ``term``: see :func:`wipe`. ``removed`` counts the keys of the first. Keys in use are ``KeysLeft``: try
@@ -238,7 +251,7 @@ async def _twice(
     http: aiohttp.ClientSession,
     action: Wipe | Collect,
     url: str,
-    token: str,
+    token: Token,
     seconds: float,
     body: dict[str, Any],
     started: float,

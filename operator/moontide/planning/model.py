@@ -169,6 +169,8 @@ class Fleet:
     """Of its pods, its pool and its Secret."""
     wiper_tls: bool = False
     """The pool's wiper may serve TLS: its pod says whether it does."""
+    wiper_tokens: tuple[str, ...] = ("",)
+    """The rotations of the tokens that the pool's wiper may take, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)

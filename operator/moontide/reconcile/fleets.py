@@ -137,6 +137,7 @@ async def roster(ctx: Context, deployment: Resource[InferenceDeployment], home: 
         token_secret=naming.admin_secret(meta.name),
         replicas=tuple(found),
         wiper_tls=pool is not None and wipers.may_serve_tls(pool),
+        wiper_tokens=tokens.rotations(pool) if pool is not None else ("",),
     )
     return Roster(fleet, deployment if spec.endpoints is not None else None, tuple(left))
 

@@ -16,7 +16,7 @@ from moontide.engines.client import Unanswered, fetch
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import POOL
-from moontide.reconcile import isolation, leadership, needs, poolhealth, storenodes, wipers
+from moontide.reconcile import isolation, leadership, needs, poolhealth, storenodes, tokens, wipers
 from moontide.reconcile.conditions import announce
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.overrides import overridden
@@ -113,9 +113,7 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     refusal = await _apply(ctx, pool)
     if refusal is not None:
         verdict, again = refusal
-        now = _status(ctx, pool, MasterState(), verdict, fleets)
-        before = pool.model.status or KVCachePoolStatus()
-        await _write(ctx, pool, now.model_copy(update={"wiper_tls": before.wiper_tls}))
+        await _write(ctx, pool, _status(ctx, pool, MasterState(), verdict, fleets))
         return again
 
     election = _election(pool)
@@ -126,10 +124,13 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     nodes = await storenodes.look(ctx, pool)
     started = await poolhealth.master_started(ctx, pool)
     now = _status(ctx, pool, seen, verdict, fleets, nodes, started, led)
-    await _write(ctx, pool, now.model_copy(update={"wiper_tls": await wipers.tls_of(ctx, pool)}))
+    rotated = await tokens.look_at_wipers(ctx, pool)
+    more = {"wiper_tls": await wipers.tls_of(ctx, pool), "wiper_token": rotated.token}
+    if await _write(ctx, pool, now.model_copy(update=more)):
+        await tokens.announce(ctx, pool, rotated)
     if led is not None:
         await leadership.tell(ctx, pool, led)
-    if verdict.status != "True" or (nodes is not None and nodes.leaving):
+    if verdict.status != "True" or (nodes is not None and nodes.leaving) or tokens.under_way(rotated):
         return STARTING_SECONDS
     return SERVING_SECONDS if led is None else leadership.LOOK_SECONDS
 
@@ -161,7 +162,7 @@ def children(ctx: Context, pool: Resource[KVCachePool]) -> tuple[Child | Overrid
     name, namespace, owner, spec = pool.meta.name, pool.meta.namespace, pool.owner_reference(), pool.model.spec
     service = store.service(name, namespace, owner)
     deployment = store.deployment(name, namespace, owner, spec, ctx.config.mooncake_image)
-    made: list[Child | Overridden] = [store.secret(name, namespace, owner, ctx.tokens.derive(pool.meta.uid))]
+    made: list[Child | Overridden] = [store.secret(name, namespace, owner, tokens.secret_text(ctx, pool))]
     election = _election(pool)
     if election is not None:
         if election.own:
@@ -222,6 +223,8 @@ def _status(
         master_restarts=judged.restarts,
         store_nodes=nodes.status if nodes is not None else None,
         holder=isolation.holder(pool, fleets),
+        wiper_tls=before.wiper_tls,
+        wiper_token=before.wiper_token,
         deployments=tuple(each.meta.name for each in fleets[:256]),
     )
 
@@ -233,12 +236,14 @@ def used(allocated: int | None, capacity: int | None) -> str | None:
     return f"{100 * allocated / capacity:.0f} %" if capacity > 0 else "0 %"
 
 
-async def _write(ctx: Context, pool: Resource[KVCachePool], now: KVCachePoolStatus) -> None:
+async def _write(ctx: Context, pool: Resource[KVCachePool], now: KVCachePoolStatus) -> bool:
+    """Whether anything was written: nothing is where nothing changed, or the pool is gone."""
     ctx.metrics.pool(pool.meta.namespace, pool.meta.name, now)
     if now == pool.model.status:
-        return
+        return False
     if not await ctx.kube.apply_pool_status(pool.meta.namespace, pool.meta.name, now, uid=pool.meta.uid):
-        return
+        return False
     was = pool.model.status or KVCachePoolStatus()
     await poolhealth.announce_restart(ctx, pool, was, now)
     await announce(ctx, pool, was.conditions, now.conditions, expected=("MasterStarting", *storenodes.EXPECTED))
+    return True

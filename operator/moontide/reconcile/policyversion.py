@@ -196,7 +196,7 @@ async def perform(ctx: Context, action: Action) -> Result:
             fleet = action.fleet
             if fleet.pool is None or fleet.pool_uid is None:
                 return wipe_without_store(action, fleet)
-            url, token = await wipers.base_url(ctx, fleet), ctx.tokens.derive(fleet.pool_uid)
+            url, token = await wipers.base_url(ctx, fleet), ctx.tokens.each(fleet.pool_uid, fleet.wiper_tokens)
             if isinstance(action, Collect):
                 return await collect(ctx.http, action, url, token, ctx.term())
             return await wipe(ctx.http, action, url, token, ctx.term())

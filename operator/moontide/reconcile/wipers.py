@@ -1,4 +1,5 @@
-"""Where a pool's wiper is, and whether it is spoken to over TLS: its pod says so, as it was made for one or the other.
+"""Where a pool's wipers are, which token they take, and whether they are spoken to over TLS: a pod says so, as it was
+made for one or the other.
 
 The look at the pod is in the way of a removal, so it is left out for pools that have nothing to do with TLS.
 """
@@ -9,8 +10,10 @@ from kubernetes.aio import client as k8s
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import KVCachePool, KVCachePoolStatus
+from moontide.engines.client import fan_out, wiper_refusal
 from moontide.kube.client import Resource
 from moontide.planning.model import Fleet
+from moontide.planning.rotation import Taker
 from moontide.reconcile import needs
 from moontide.reconcile.context import Context
 from moontide.resources import admintls
@@ -66,6 +69,29 @@ def at_hand(pods: list[k8s.V1Pod]) -> list[k8s.V1Pod]:
     another stays."""
     leading = [pod for pod in pods if labels.LEADER in ((pod.metadata and pod.metadata.labels) or {})] or pods
     return [pod for pod in leading if pod.metadata is None or pod.metadata.deletion_timestamp is None] or leading
+
+
+async def ask_each(ctx: Context, pool: Resource[KVCachePool], token: str) -> list[Taker]:
+    """What each wiper of the pool answers to this token alone: one beside each master, whoever leads."""
+    meta = pool.meta
+    pods = [pod for pod in await _pods(ctx, meta.namespace, meta.name) if _runs(pod)]
+
+    async def ask(pod: k8s.V1Pod) -> Taker:
+        assert pod.metadata is not None
+        assert pod.status is not None
+        address, secured = str(pod.status.pod_ip), admintls.serves(pod, admintls.WIPER)
+        host = f"[{address}]" if ":" in address else address
+        url = f"{'https' if secured else 'http'}://{host}:{naming.WIPER_PORT}"
+        name = naming.service_host(naming.master(meta.name), meta.namespace) if secured else ""
+        reason = await wiper_refusal(ctx.http, url, token, server_name=name)
+        return Taker(str(pod.metadata.name), reason, terminating=pod.metadata.deletion_timestamp is not None)
+
+    return await fan_out(pods, ask)
+
+
+def _runs(pod: k8s.V1Pod) -> bool:
+    """A pod without an address has not started: it begins with the Secret as it is then."""
+    return pod.status is not None and bool(pod.status.pod_ip) and pod.status.phase not in ("Succeeded", "Failed")
 
 
 async def _pods(ctx: Context, namespace: str, pool: str) -> list[k8s.V1Pod]:

@@ -23,7 +23,7 @@ def metadata(name: str, namespace: str, owner: k8s.V1OwnerReference, labels: Map
 def token_secret(
     name: str, namespace: str, owner: k8s.V1OwnerReference, labels: Mapping[str, str], token: str
 ) -> k8s.V1Secret:
-    """A Secret whose key ``token`` holds one bearer token."""
+    """A Secret whose key ``token`` holds bearer tokens, one a line, the one to use first."""
     return k8s.V1Secret(
         api_version="v1",
         kind="Secret",

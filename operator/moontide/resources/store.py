@@ -33,7 +33,7 @@ def master_arguments(spec: KVCachePoolSpec) -> list[str]:
 
 
 def secret(pool: str, namespace: str, owner: k8s.V1OwnerReference, token: str) -> k8s.V1Secret:
-    """The wiper's bearer token."""
+    """The bearer tokens of the pool's wipers: ``token`` has one a line."""
     return common.token_secret(naming.wiper_secret(pool), namespace, owner, labels.store_labels(pool), token)
 
 

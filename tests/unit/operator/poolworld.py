@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ OWNER = k8s.V1OwnerReference(
     api_version="moontide.dev/v1alpha1", kind="KVCachePool", name="kv", uid="u-1", controller=True
 )
 MIB = 2**20
+TOKENS = Tokens(bytes(32))
 NOW = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
 FIGURES = {
     "master_active_clients": 2,
@@ -57,6 +59,12 @@ class World:
         self.said: list[tuple[str, ...]] = []
         """Events and applies, in order."""
         self.status: Any = None
+        self.token = ""
+        """What the wiper's Secret holds."""
+        self.taken: dict[str, set[str]] = {}
+        """By host of a wiper, the tokens that it takes; a wiper that is not here does not answer."""
+        self.asked: list[str] = []
+        """Of wipers, in order: URL, and whom the certificate had to be for."""
 
     # What a reconcile asks of the API server.
 
@@ -90,6 +98,8 @@ class World:
 
     async def apply(self, *children: Any) -> None:
         for child in children:
+            if child.kind == "Secret":
+                self.token = base64.b64decode(child.data["token"]).decode()
             if child.kind == "Deployment":
                 self.said.append(("apply", child.metadata.name, str(child.spec.replicas)))
                 if child.metadata.name == "kv-nodes":
@@ -108,6 +118,12 @@ class World:
     def answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.port == 9005:
             return httpx.Response(200, json={"state": "draining", "drain": self.drain})
+        if request.url.port == 9004:
+            self.asked.append(f"{request.url} {request.extensions.get('sni_hostname', '')}".rstrip())
+            if request.url.host not in self.taken:
+                raise httpx.ConnectError("refused")
+            known = request.headers["authorization"].removeprefix("Bearer ") in self.taken[request.url.host]
+            return httpx.Response(400 if known else 401, json={"success": False})
         if request.url.path == "/metrics":
             return httpx.Response(200, text=self.metrics())
         if request.url.path == "/get_segments_detail":
@@ -125,7 +141,7 @@ class World:
         ctx = Context(
             kube=cast("Any", self),
             http=session(self.answer),
-            tokens=Tokens(bytes(32)),
+            tokens=TOKENS,
             term=lambda: 1,
             config=Config(),
             now=lambda: self.now,

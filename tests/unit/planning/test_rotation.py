@@ -1,4 +1,4 @@
-"""How an admin token is rotated: what is tried and written in each phase, and what each phase waits for."""
+"""How a token is rotated: what is tried and written in each phase, and what each phase waits for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from moontide.api.v1alpha1 import AdminToken
 from moontide.planning import rotation
 from moontide.planning.model import Replica
+from moontide.planning.rotation import ENGINES, WIPERS, Taker
 from moontide.status import timestamp
 
 NOW = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
@@ -29,9 +30,9 @@ def token(phase: Any, age: float = 1.0) -> AdminToken:
 def advance(
     now: AdminToken, answers: dict[str, str] | None = None, preparing: bool = False, **more: Any
 ) -> rotation.Step:
-    answers = answers or {}
-    replicas = [replica(name, **more) for name in answers]
-    return rotation.advance(now, answers, replicas, preparing, 600.0, NOW)
+    asked = [rotation.engine(replica(name, **more), reason) for name, reason in (answers or {}).items()]
+    takers = [each for each in asked if each is not None]
+    return rotation.advance(ENGINES, now, takers, "a trainer pushes weights" if preparing else "", 600.0, NOW)
 
 
 def test_what_is_tried_and_what_the_secret_holds_in_each_phase() -> None:
@@ -47,25 +48,27 @@ def test_what_is_tried_and_what_the_secret_holds_in_each_phase() -> None:
 
 
 def test_an_annotation_with_another_value_begins_a_rotation_and_no_old_token_comes_back() -> None:
-    assert rotation.begin(None, None, NOW) == rotation.Step(None)
-    begun = rotation.begin(None, "november", NOW)
+    assert rotation.begin(ENGINES, None, None, NOW) == rotation.Step(None)
+    begun = rotation.begin(ENGINES, None, "november", NOW)
     assert begun.reason == "TokenRotating"
     assert begun.token is not None
     assert (begun.token.rotation, begun.token.other) == ("", "november@20260102T000000Z")
     done = AdminToken(rotation="november@20260102T000000Z")
-    assert rotation.begin(done, "november", NOW) == rotation.Step(done)
-    assert rotation.begin(done, None, NOW) == rotation.Step(done)
-    again = rotation.begin(AdminToken(rotation="december@20260202T000000Z"), "november", NOW).token
+    assert rotation.begin(ENGINES, done, "november", NOW) == rotation.Step(done)
+    assert rotation.begin(ENGINES, done, None, NOW) == rotation.Step(done)
+    again = rotation.begin(ENGINES, AdminToken(rotation="december@20260202T000000Z"), "november", NOW).token
     assert again is not None
     assert again.other != ""
-    later = rotation.begin(AdminToken(rotation="x@20260101T000000Z"), "november", NOW + dt.timedelta(days=30)).token
+    later = rotation.begin(
+        ENGINES, AdminToken(rotation="x@20260101T000000Z"), "november", NOW + dt.timedelta(days=30)
+    ).token
     assert later is not None
     assert later.other != again.other
 
 
 @pytest.mark.parametrize("value", ["", "a@b", "x" * 400, "a/b\nc"])
 def test_any_value_names_a_rotation_once(value: str) -> None:
-    begun = rotation.begin(None, value, NOW).token
+    begun = rotation.begin(ENGINES, None, value, NOW).token
     if value == "":
         # The first token has no name; to ask for another one takes a value.
         assert begun is None
@@ -74,11 +77,11 @@ def test_any_value_names_a_rotation_once(value: str) -> None:
     assert begun.other is not None
     assert begun.other.count("@") == 1
     assert len(begun.other) <= 128
-    assert rotation.begin(AdminToken(rotation=begun.other), value, NOW).reason == ""
+    assert rotation.begin(ENGINES, AdminToken(rotation=begun.other), value, NOW).reason == ""
 
 
 def test_another_value_meanwhile_waits_for_the_rotation_under_way() -> None:
-    assert rotation.begin(token("Overlapping"), "later", NOW) == rotation.Step(token("Overlapping"))
+    assert rotation.begin(ENGINES, token("Overlapping"), "later", NOW) == rotation.Step(token("Overlapping"))
 
 
 def test_the_new_token_is_used_once_every_engine_takes_it() -> None:
@@ -124,6 +127,9 @@ def test_the_old_token_retires_after_the_overlap_and_the_change_that_began_with_
 
     assert phase(599, False) == "Overlapping"
     assert phase(601, True) == "Overlapping"
+    held = advance(token("Overlapping", 601), preparing=True).token
+    assert held is not None
+    assert held.message == "the old token is accepted until a change has ended: a trainer pushes weights"
     assert phase(601, False) == "Retiring"
 
 
@@ -138,3 +144,30 @@ def test_it_has_retired_when_every_engine_that_answers_refuses_it() -> None:
     assert "each of the 2 engines" in done.message
     # One that takes it is waited for, terminating or not.
     assert advance(token("Retiring", 10_000), {"b": ""}, terminating=True).reason == "TokenRotationWaits"
+
+
+def test_the_wipers_of_a_pool_take_the_same_way() -> None:
+    begun = rotation.begin(WIPERS, None, "november", NOW)
+    assert begun.message == "a new wiper token is introduced; the old one is used until every wiper takes the new one"
+
+    def step(phase: str, *takers: Taker, age: float = 1.0) -> rotation.Step:
+        return rotation.advance(WIPERS, token(phase, age), takers, "", 600.0, NOW)
+
+    def phase(found: rotation.Step) -> str:
+        assert found.token is not None
+        return found.token.phase
+
+    leader, standby = Taker("kv-master-a"), Taker("kv-master-b", "Http401")
+    # A standby may lead tomorrow, so it is waited for as the leader is.
+    assert phase(step("Introducing", leader, standby)) == "Introducing"
+    assert phase(step("Introducing", leader, Taker("kv-master-b", "Http401", terminating=True))) == "Overlapping"
+    assert phase(step("Introducing", leader, Taker("kv-master-b"))) == "Overlapping"
+    assert phase(step("Overlapping", age=601)) == "Retiring"
+    waits = step("Retiring", leader, standby)
+    assert waits.token is not None
+    assert waits.token.message == "these do not refuse the old token yet: kv-master-a (takes it)"
+    done = step("Retiring", standby)
+    assert done.message == "the wiper token was rotated; the old one is refused by each of the 1 wipers that answer"
+    silent = step("Retiring", Taker("kv-master-a", "Unreachable"), age=rotation.PATIENCE_SECONDS + 1)
+    assert (silent.reason, phase(step("Retiring", Taker("kv-master-a", "Unreachable")))) == ("TokenRotated", "Retiring")
+    assert silent.message == "the wiper token was rotated; no wiper answers that could take the old one"

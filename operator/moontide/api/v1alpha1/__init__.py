@@ -1,8 +1,16 @@
 """``moontide.dev/v1alpha1``."""
 
-from moontide.api.v1alpha1.common import API_VERSION, GROUP, VERSION, Api, Condition, ConditionStatus, quantity_bytes
-from moontide.api.v1alpha1.inferencedeployment import (
+from moontide.api.v1alpha1.common import (
+    API_VERSION,
+    GROUP,
+    VERSION,
     AdminToken,
+    Api,
+    Condition,
+    ConditionStatus,
+    quantity_bytes,
+)
+from moontide.api.v1alpha1.inferencedeployment import (
     ClosedReplica,
     Endpoints,
     InferenceDeployment,

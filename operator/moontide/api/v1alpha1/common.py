@@ -67,6 +67,24 @@ Conditions = Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_e
 
 Timestamp = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"})]
 
+
+class AdminToken(Api):
+    """Which token a fleet's admin ports, or a pool's wipers, take.
+
+    Tokens are called by their rotation: the annotation's value and a time.
+    """
+
+    rotation: Annotated[str, Field(max_length=128)] = ""
+    """Of the token in use; empty: the first one."""
+    other: Annotated[str | None, Field(max_length=128)] = None
+    """Of the token that is coming (``Introducing``) or going."""
+    phase: Literal["Current", "Introducing", "Overlapping", "Retiring"] = "Current"
+    since: Timestamp | None = None
+    """When the phase began."""
+    message: Annotated[str, Field(max_length=1024)] = ""
+    """What the rotation waits for."""
+
+
 Quantity = Annotated[
     str, Field(max_length=20, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", json_schema_extra={})
 ]

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from moontide.api.v1alpha1 import arguments, parallelism
 from moontide.api.v1alpha1.common import (
+    AdminToken,
     Api,
     Conditions,
     EnvVar,
@@ -16,7 +17,6 @@ from moontide.api.v1alpha1.common import (
     ObjectName,
     Quantity,
     ResourceRequirements,
-    Timestamp,
     rule,
     validations,
 )
@@ -257,20 +257,6 @@ class ClosedReplica(Api):
     """``host:port`` of its admin plane, where a trainer pushes weights, or its URL where that is not http."""
     reason: str
     message: Annotated[str, Field(max_length=1024)] = ""
-
-
-class AdminToken(Api):
-    """Which token the admin ports take. Tokens are called by their rotation: the annotation's value and a time."""
-
-    rotation: Annotated[str, Field(max_length=128)] = ""
-    """Of the token in use; empty: the first one."""
-    other: Annotated[str | None, Field(max_length=128)] = None
-    """Of the token that is coming (``Introducing``) or going."""
-    phase: Literal["Current", "Introducing", "Overlapping", "Retiring"] = "Current"
-    since: Timestamp | None = None
-    """When the phase began."""
-    message: Annotated[str, Field(max_length=1024)] = ""
-    """What the rotation waits for."""
 
 
 class InferenceDeploymentStatus(Api):

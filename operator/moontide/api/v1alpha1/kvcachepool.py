@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from moontide.api.v1alpha1.common import (
+    AdminToken,
     Api,
     Conditions,
     ObjectName,
@@ -285,6 +286,8 @@ class KVCachePoolStatus(Api):
     """UID of the fleet that has a ``Dedicated`` pool: the one that named it first."""
     wiper_tls: bool | None = None
     """True while there may be a pod whose wiper serves TLS."""
+    wiper_token: AdminToken | None = None
+    """Absent until the wipers' token was rotated for the first time."""
     deployments: Annotated[tuple[str, ...], Field(max_length=256)] = ()
     """Names of the InferenceDeployments that name this pool."""
 
