@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 
 from moontide.engines import tls as trust
-from moontide.engines.client import Unanswered, engine_status, fan_out, new_http_client, send, wipe
+from moontide.engines.client import Unanswered, engine_status, fan_out, new_http_client, send, wipe, wiper_refusal
 from moontide.planning.model import Command, EngineStatus, Fleet, Replica, Step, Wipe
 from moontide_engine import tls
 from moontide_engine.wiper import Config, Wiper, make_server
@@ -232,6 +232,11 @@ async def test_a_wiper_is_verified_by_the_name_of_its_host(authority: Authority,
     async with new_http_client(str(authority.certificate)) as http:
         assert (await wipe(http, action, url, TOKEN, 1)).reason == "StoreUnavailable"
         assert (await wipe(http, action, f"https://127.0.0.1:{wiper}", TOKEN, 1)).reason == "TLSHandshake"
+        # Of several, each is asked at its own address by the name that they share.
+        pod = f"https://127.0.0.1:{wiper}"
+        assert await wiper_refusal(http, pod, TOKEN, server_name="localhost") == ""
+        assert await wiper_refusal(http, pod, "another", server_name="localhost") == "Http401"
+        assert await wiper_refusal(http, pod, TOKEN, server_name="kv-master.rl.svc") == "TLSHandshake"
     async with new_http_client(str(other.certificate)) as http:
         refused = await wipe(http, action, url, TOKEN, 1)
         assert (refused.success, refused.reason) == (False, "TLSHandshake")

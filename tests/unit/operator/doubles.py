@@ -165,6 +165,14 @@ class FakeKube:
     async def apply_deployment_status(self, namespace: str, name: str, status: Any, uid: str | None = None) -> bool:
         return self._apply("InferenceDeployment", namespace, name, status)
 
+    async def apply_pool_status(self, namespace: str, name: str, status: Any, uid: str | None = None) -> bool:
+        return self._apply("KVCachePool", namespace, name, status)
+
+    async def list_deployments_of_pool(self, namespace: str, pool: str) -> list[Resource[Any]]:
+        found = [self._get(*key) for key in sorted(self.objects) if key[:2] == ("InferenceDeployment", namespace)]
+        named = [each for each in found if each is not None and each.model.spec.kv_cache is not None]
+        return [each for each in named if each.model.spec.kv_cache.pool_ref.name == pool]
+
     def _apply(self, kind: str, namespace: str, name: str, status: Any) -> bool:
         body = self.objects[kind, namespace, name]
         kept = (
