@@ -16,6 +16,7 @@ from hack.cluster.settings import repository_root
 from hack.setup.__main__ import main as setup
 from hack.setup.steps import dev_python, engine_python, further_engines, is_ready, releases
 from hack.test import evidence
+from hack.test.ahead import ahead
 
 SUITES = ("unit", "component", "integration", "e2e")
 STAGES = ("lint", *SUITES)
@@ -217,11 +218,13 @@ def main(arguments: list[str] | None = None) -> int:
     reports = repository_root() / "artifacts" / "junit"
     reports.mkdir(parents=True, exist_ok=True)
     outcomes = []
-    for number, stage in enumerate(stages, 1):
-        print(f"\n=== {stage} ({number} of {len(stages)}), {duration(time.monotonic() - began)} so far", flush=True)
-        outcome = lint() if stage == "lint" else run_suite(stage, reports)
-        outcomes.append(outcome)
-        print(f"=== {stage}: {'good' if outcome.good else 'FAILED'} in {duration(outcome.seconds)}", flush=True)
+    with ahead(stages, reports.parent, lambda text: print(text, flush=True)) as built:
+        for number, stage in enumerate(stages, 1):
+            print(f"\n=== {stage} ({number} of {len(stages)}), {duration(time.monotonic() - began)} so far", flush=True)
+            built(stage)
+            outcome = lint() if stage == "lint" else run_suite(stage, reports)
+            outcomes.append(outcome)
+            print(f"=== {stage}: {'good' if outcome.good else 'FAILED'} in {duration(outcome.seconds)}", flush=True)
     print()
     for outcome in outcomes:
         for problem in outcome.problems:
