@@ -11,9 +11,16 @@ from urllib.parse import urlsplit
 
 
 class ApiClient:
-    """One connection a call, with a client certificate; proxies of the environment are never used."""
+    """One connection a call, with a client certificate or a token; proxies of the environment are never used."""
 
-    def __init__(self, server: str, authority: Path | None, certificate: Path | None = None, key: Path | None = None):
+    def __init__(
+        self,
+        server: str,
+        authority: Path | None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        token: str = "",
+    ) -> None:
         """Without an authority the server's certificate is not checked: fit only for health ports on loopback."""
         parts = urlsplit(server)
         if parts.hostname is None or parts.port is None:
@@ -25,9 +32,16 @@ class ApiClient:
             self._context.verify_mode = ssl.CERT_NONE
         if certificate is not None:
             self._context.load_cert_chain(certificate, key)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def request(
-        self, method: str, path: str, body: Any = None, content_type: str = "application/json", timeout: float = 10.0
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        content_type: str = "application/json",
+        timeout: float = 10.0,
+        accept: str = "application/json",
     ) -> tuple[int, bytes]:
         """Status and body of one request; network errors are raised as OSError or http.client.HTTPException."""
         connection: http.client.HTTPConnection
@@ -37,7 +51,8 @@ class ApiClient:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         try:
             payload = None if body is None else json.dumps(body)
-            connection.request(method, path, payload, {"Content-Type": content_type})
+            headers = {**self._headers, "Content-Type": content_type, "Accept": accept}
+            connection.request(method, path, payload, headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hack.cluster.errors import ClusterError
+from hack.cluster.reads import Reads
 from tests.integration.stage import Stage, proxied
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,7 @@ class Kubectl:
     def __init__(self, binary: Path, kubeconfig: Path) -> None:
         self.binary = binary
         self.kubeconfig = kubeconfig
+        self._reads = Reads([str(binary), f"--kubeconfig={kubeconfig}"])
 
     def run(self, *arguments: str, stdin: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -73,9 +76,10 @@ class Kubectl:
 
     def get(self, kind: str, name: str, namespace: str) -> dict[str, Any] | None:
         """The object, or None when there is none."""
-        done = self.run("get", kind, name, "-n", namespace, "-o", "json", "--ignore-not-found")
-        found: dict[str, Any] | None = json.loads(done.stdout) if done.stdout.strip() else None
-        return found
+        try:
+            return self._reads.get(kind, name, namespace)
+        except ClusterError as error:
+            raise AssertionError(str(error)) from error
 
     def must_get(self, kind: str, name: str, namespace: str) -> dict[str, Any]:
         """The object; fails when there is none."""
