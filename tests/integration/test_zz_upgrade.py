@@ -27,7 +27,7 @@ FIELD = "suspend"
 
 
 @pytest.fixture(name="helm")
-def _helm(kubectl: Any, tools: Path, tmp_path: Path) -> Iterator[Helm]:
+def _helm(kubectl: Any, operator: Any, tools: Path, tmp_path: Path) -> Iterator[Helm]:
     def run(*arguments: str) -> str:
         command = [str(tools / "helm"), f"--kubeconfig={kubectl.kubeconfig}", "-n", NAMESPACE, *arguments]
         environ = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
@@ -35,6 +35,8 @@ def _helm(kubectl: Any, tools: Path, tmp_path: Path) -> Iterator[Helm]:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    # The session's, if a test before needed it on this API server: it ends when a CRD goes.
+    assert operator.stop() == 0
     kubectl("delete", *CRDS, "--timeout=60s", "--ignore-not-found")
     yield run
     # As the session's other tests know it.
