@@ -53,6 +53,14 @@ class Reads:
             return None
         raise ClusterError(f"get {kind} {name}: {found.get('message') or status}")
 
+    def refusal(self, body: dict[str, Any]) -> str:
+        """What the API server says when it refuses to create ``body``; empty where it would take it."""
+        group = body["apiVersion"].rpartition("/")[0]
+        base, plural, spaced = self._kind(f"{body['kind'].lower()}.{group}")
+        where = f"{base}/namespaces/{body['metadata']['namespace']}/{plural}" if spaced else f"{base}/{plural}"
+        status, said = self._ask(f"{where}?dryRun=All&fieldValidation=Strict", "POST", body)
+        return "" if status == 201 else str(json.loads(said).get("message") or status)
+
     def _kind(self, kind: str) -> tuple[str, str, bool]:
         ends = time.monotonic() + _APPEARS_SECONDS
         while kind not in self._paths:
@@ -78,13 +86,13 @@ class Reads:
                             self._paths.setdefault(known, found)
                             self._paths.setdefault(f"{known}.{group_name}", found)
 
-    def _ask(self, path: str, **more: str) -> tuple[int, bytes]:
+    def _ask(self, path: str, method: str = "GET", body: Any = None, **more: str) -> tuple[int, bytes]:
         if self._client is None:
             self._client = self._connected()
         try:
-            return self._client.request("GET", path, timeout=60.0, **more)
+            return self._client.request(method, path, body, timeout=60.0, **more)
         except (OSError, http.client.HTTPException) as error:
-            raise ClusterError(f"GET {path}: {type(error).__name__}: {error}") from error
+            raise ClusterError(f"{method} {path}: {type(error).__name__}: {error}") from error
 
     def _connected(self) -> ApiClient:
         command = [*self._kubectl, "config", "view", "--raw", "--minify", "--output", "json"]

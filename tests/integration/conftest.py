@@ -70,9 +70,9 @@ class Kubectl:
 
     def refusal(self, body: dict[str, Any]) -> str:
         """What the API server says when it refuses to create ``body``; fails when it takes it."""
-        done = self.run("create", "--dry-run=server", "-f", "-", stdin=json.dumps(body), check=False)
-        assert done.returncode != 0, f"the API server takes {body}"
-        return done.stderr
+        said = self._reads.refusal(body)
+        assert said, f"the API server takes {body}"
+        return said
 
     def get(self, kind: str, name: str, namespace: str) -> dict[str, Any] | None:
         """The object, or None when there is none."""
