@@ -17,6 +17,7 @@ from hack.setup.__main__ import main as setup
 from hack.setup.steps import dev_python, engine_python, further_engines, is_ready, releases
 from hack.test import evidence
 from hack.test.ahead import ahead
+from hack.test.standstill import Watch, in_words
 
 SUITES = ("unit", "component", "integration", "e2e")
 STAGES = ("lint", *SUITES)
@@ -218,7 +219,9 @@ def main(arguments: list[str] | None = None) -> int:
     reports = repository_root() / "artifacts" / "junit"
     reports.mkdir(parents=True, exist_ok=True)
     outcomes = []
-    with ahead(stages, reports.parent, lambda text: print(text, flush=True)) as built:
+    watch = Watch()
+    processors = sorted(os.sched_getaffinity(0))
+    with ahead(stages, reports.parent, lambda text: print(text, flush=True)) as built, watch.on(processors):
         for number, stage in enumerate(stages, 1):
             print(f"\n=== {stage} ({number} of {len(stages)}), {duration(time.monotonic() - began)} so far", flush=True)
             built(stage)
@@ -231,6 +234,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{outcome.stage}: {problem}")
     if set(SUITES) <= set(stages):
         print(f"evidence: {evidence.summary(evidence.verdicts())}")
+    if stood := in_words(watch.found):
+        print(stood)
     for line in closing(outcomes, time.monotonic() - began):
         print(line)
     return 0 if all(outcome.good for outcome in outcomes) else 1

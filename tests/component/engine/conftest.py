@@ -67,7 +67,7 @@ def fleet(folder: Path, models: dict[str, Path]) -> Iterator[kit.Fleet]:
             replica.at_start = {
                 "status": replica.status(),
                 "answer": first,
-                "ready": httpx.get(f"{replica.inference}/moontide/v1/ready", timeout=5),
+                "ready": httpx.get(f"{replica.inference}/moontide/v1/ready", timeout=kit.PATIENCE),
             }
             replica.boot_id = replica.at_start["status"]["bootId"]
             replicas.append(replica)

@@ -31,6 +31,8 @@ WIPER_PORT = 18160
 NAMESPACE = "5f0c6f6e-2f0b-4a8e-9b59-3d1b6a1c7d10"
 TOKEN = "admin-token-of-the-tests"
 START_SECONDS = 400.0
+PATIENCE = 60.0
+"""Seconds for an answer that comes at once, on a machine whose processors stand still at times."""
 BLOCK = 32
 
 # All is plain HTTP, and reading the certificates takes a hundred times longer than the rest of a client.
@@ -170,12 +172,12 @@ class Master:
 
     def keys(self, prefix: str = "") -> list[str]:
         """All keys, by the master's own listing."""
-        answer = _get(f"http://127.0.0.1:{self._metrics}/get_all_keys", timeout=10)
+        answer = _get(f"http://127.0.0.1:{self._metrics}/get_all_keys", timeout=PATIENCE)
         return [key for key in answer.text.split() if key.startswith(prefix)]
 
     def segments(self) -> list[str]:
         """Segments that clients lend."""
-        return _get(f"http://127.0.0.1:{self._metrics}/get_all_segments", timeout=10).text.split()
+        return _get(f"http://127.0.0.1:{self._metrics}/get_all_segments", timeout=PATIENCE).text.split()
 
 
 def engine_environment(folder: Path, number: int) -> dict[str, str]:
@@ -280,7 +282,7 @@ class Replica:
     def status(self) -> dict[str, Any]:
         """The engine's own status."""
         url = f"{self.admin}/moontide/v1/status"
-        answer = _get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=10)
+        answer = _get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE)
         assert answer.status_code == 200
         status: dict[str, Any] = answer.json()
         return status
@@ -327,7 +329,7 @@ class Replica:
 
     def counters(self, rank: int | None = None) -> dict[str, float]:
         """Prompt tokens that hit: ``local`` and ``external``; of all data-parallel ranks or of one."""
-        text = _get(f"{self.inference}/metrics", timeout=10).text
+        text = _get(f"{self.inference}/metrics", timeout=PATIENCE).text
         names = {"local": "prefix_cache_hits_total", "external": "external_prefix_cache_hits_total"}
         found = {}
         for key, name in names.items():

@@ -48,7 +48,7 @@ class Pool(kit.Master):
 
     def metric(self, name: str) -> float:
         """One gauge or counter of the master."""
-        text = httpx.get(f"http://127.0.0.1:{METRICS}/metrics", timeout=5).text
+        text = httpx.get(f"http://127.0.0.1:{METRICS}/metrics", timeout=kit.PATIENCE).text
         (value,) = (line.split()[-1] for line in text.splitlines() if line.split(" ")[0] == name)
         return float(value)
 

@@ -108,7 +108,7 @@ def test_adapters_and_speculation_keep_to_gate_epoch_and_store(fleet: kit.Fleet)
     fleet.bump()
     assert fleet.master.keys() == []
 
-    text = httpx.get(f"{replica.inference}/metrics", timeout=10, verify=False).text
+    text = httpx.get(f"{replica.inference}/metrics", timeout=kit.PATIENCE, verify=False).text
     drafted = [line for line in text.splitlines() if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
     assert sum(float(line.rpartition(" ")[2]) for line in drafted) > 0
 

@@ -72,7 +72,7 @@ def test_admission_and_resume_open_it(open_fleet: kit.Fleet) -> None:
         answer = replica.complete("hello world")
         assert (answer.status, answer.epoch) == (200, str(open_fleet.epoch))
         assert answer.version == f"v{open_fleet.epoch}"
-        assert httpx.get(f"{replica.inference}/moontide/v1/ready", timeout=5).json() == {"ready": True}
+        assert httpx.get(f"{replica.inference}/moontide/v1/ready", timeout=kit.PATIENCE).json() == {"ready": True}
 
 
 def test_quiesce_waits_and_a_held_request_runs_in_the_new_epoch(open_fleet: kit.Fleet) -> None:
@@ -174,7 +174,7 @@ def test_commands_of_the_past_and_for_others_are_refused(open_fleet: kit.Fleet) 
 
 def raw(port: int, method: str, path: str, token: str | None) -> int:
     """Status of a request whose path is sent exactly as it is."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=kit.PATIENCE)
     try:
         connection.putrequest(method, path, skip_accept_encoding=True)
         if token is not None:
@@ -232,7 +232,7 @@ def test_auth_matrix(open_fleet: kit.Fleet, route: str) -> None:
 def test_an_idle_connection_to_the_admin_port_outlives_its_clients_patience(open_fleet: kit.Fleet) -> None:
     """Clients give an idle connection up after 5 s, and a command that meets the server's end of it is lost."""
     address = httpx.URL(open_fleet.replicas[0].admin)
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=kit.PATIENCE)
     headers = {"authorization": f"Bearer {kit.TOKEN}"}
     try:
         for pause in (0, 6):
@@ -249,10 +249,10 @@ def test_an_idle_connection_to_the_admin_port_outlives_its_clients_patience(open
 def test_vllms_own_admin_routes_work_behind_the_token(open_fleet: kit.Fleet) -> None:
     replica = open_fleet.replicas[0]
     headers = {"authorization": f"Bearer {kit.TOKEN}"}
-    answer = httpx.get(f"{replica.admin}/weight_info", headers=headers, timeout=10)
+    answer = httpx.get(f"{replica.admin}/weight_info", headers=headers, timeout=kit.PATIENCE)
     assert answer.status_code == 200
     assert "weights-a" in answer.text
-    answer = httpx.get(f"{replica.inference}/metrics", timeout=10)
+    answer = httpx.get(f"{replica.inference}/metrics", timeout=kit.PATIENCE)
     assert "vllm:prompt_tokens_total" in answer.text
 
 
@@ -552,7 +552,7 @@ def test_a_frozen_engine_core_is_seen_and_every_answer_is_bounded(open_fleet: ki
         status = replica.status()
         assert time.monotonic() - began < 10
         assert (status["responsive"], status["running"], status["state"]) == (False, None, "open")
-        assert httpx.get(f"{replica.inference}/health", timeout=5).status_code == 200
+        assert httpx.get(f"{replica.inference}/health", timeout=kit.PATIENCE).status_code == 200
         for name in ("quiesce", "drain", "reset"):
             began = time.monotonic()
             code, answer = replica.command(name, epoch, timeoutSeconds=0.5)

@@ -576,7 +576,7 @@ def test_an_engine_whose_allow_list_forgets_the_plugin_never_counts_as_ready(sto
     replica = stock.replicas[0]
     # It serves whoever asks; what keeps it out is that nothing of ours answers.
     assert replica.complete("unguarded").status == 200
-    assert httpx.get(f"{replica.inference}/moontide/v1/ready", timeout=5).status_code == 404
+    assert httpx.get(f"{replica.inference}/moontide/v1/ready", timeout=kit.PATIENCE).status_code == 404
     assert kit.get(f"{replica.admin}/moontide/v1/status") is None
 
 

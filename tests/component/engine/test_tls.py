@@ -72,7 +72,7 @@ def test_it_is_admitted_and_serves_and_its_port_takes_nothing_in_the_clear(
     served = httpx.post("http://127.0.0.1:18108/v1/completions", json=body, timeout=60, trust_env=False)
     assert (served.status_code, served.headers["x-moontide-epoch"]) == (200, "1")
     with pytest.raises(httpx.TransportError):
-        httpx.get(URL.replace("https", "http") + "/status", timeout=10, trust_env=False)
+        httpx.get(URL.replace("https", "http") + "/status", timeout=kit.PATIENCE, trust_env=False)
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"), client(authority) as http:
         http.get(f"{URL}/status")
 
