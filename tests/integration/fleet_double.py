@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from moontide_engine.gate import Gate, Refusal, State
 from moontide_engine.middleware import GateMiddleware
 from moontide_engine.namespace import tag
 from tests.integration.engine_double import IdleEngine, nothing
+from tests.integration.pages import serve_pages
 
 INFERENCE_PORT, ADMIN_PORT, WIPER_PORT, MASTER_PORT = 8000, 8001, 9004, 9003
 TICK_SECONDS = 0.02
@@ -238,24 +238,16 @@ class Doubles:
         """Start what the operator reads of a master: that it serves, and its gauges."""
         store = self._store
 
-        class Pages(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                with store.lock:
-                    keys = len(store.keys)
-                gauges = {"active_clients": 0, "key_count": keys, "allocated_bytes": keys * bytes_a_key}
-                gauges["total_capacity_bytes"] = capacity
-                said = "".join(f"master_{gauge} {value}\n" for gauge, value in gauges.items())
-                body = (json.dumps({"service_ready": True}) if self.path == "/health" else said).encode()
-                self.send_response(200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        def page(path: str) -> str:
+            if path == "/health":
+                return json.dumps({"service_ready": True})
+            with store.lock:
+                keys = len(store.keys)
+            gauges = {"active_clients": 0, "key_count": keys, "allocated_bytes": keys * bytes_a_key}
+            gauges["total_capacity_bytes"] = capacity
+            return "".join(f"master_{gauge} {value}\n" for gauge, value in gauges.items())
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer((host, MASTER_PORT), Pages)
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        serve_pages(host, MASTER_PORT, page)
 
     async def kill(self, name: str) -> None:
         """End an engine process."""
