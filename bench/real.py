@@ -3,9 +3,11 @@
 Three vLLM replicas on the CPU, a real Mooncake master with 20,000 old keys before each change (``--keys 1000000`` for
 more), streaming clients. Of each way it prints the longest time for which one client got no token during the change and
 over ``--after`` seconds from its end, in which old keys are removed (p50, p95 of the changes), the pause that the
-operator saw, and over those seconds the share of prompt tokens that hit and the time to the first token. *fan-out* is
+operator saw, how long after the change began the old keys were gone, and over those seconds the share of prompt tokens
+that hit and the time to the first token. *fan-out* is
 what trainers do without Moontide and leaves stale KV behind: it is here for its cost only. *restart* ends one engine
-after another. Asserts nothing; exit status 1 if a change did not end.
+after another. *stood still* is the longest time for which one of the machine's processors did nothing
+because its host gave it no time: clients feel that, too. Asserts nothing; exit status 1 if a change did not end.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -30,6 +33,8 @@ from bench.rig import MASTER, MODEL, Rig, kit, rigged, wait
 from hack.demo import prompts
 from hack.demo.fleet import Replica
 from hack.setup.steps import engine_python
+from hack.test.standstill import Watch
+from moontide.status import parse_timestamp
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS = 3
@@ -182,6 +187,18 @@ def changes(rig: Rig) -> dict[str, Callable[[], None]]:
     return {"Barrier": managed, "Fence": managed, "fan-out": fan_out, "restart": restart}
 
 
+def until_wiped(rig: Rig, seconds: float = 300) -> float:
+    """Seconds from the beginning of the last change until its old keys were gone; waits for that."""
+
+    def times() -> tuple[str, str] | None:
+        update = (rig.policy().get("status") or {}).get("lastUpdate") or {}
+        return (update["startedAt"], update["wipedAt"]) if "wipedAt" in update else None
+
+    wait("the old keys to be gone", times, seconds)
+    began, ended = times() or ("", "")
+    return (parse_timestamp(ended) - parse_timestamp(began)).total_seconds()
+
+
 def percentile(values: list[float], share: float) -> float:
     """Of a list that is not empty, the nearest value."""
     return sorted(values)[min(len(values) - 1, round(share * (len(values) - 1)))]
@@ -202,13 +219,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, rigged(Path(scratch), options.engines) as rig:
         putter = Putter(options.keys, Path(scratch))
         try:
-            with Clients(rig.replicas, texts) as clients:
+            watch = Watch(late=0.3)
+            with Clients(rig.replicas, texts) as clients, watch.on(sorted(os.sched_getaffinity(0))):
                 for way, change in changes(rig).items():
                     if options.way and way not in options.way:
                         continue
                     rig.patch(strategy="Fence" if way == "Fence" else "Barrier")
-                    felt, later, pauses, rates, firsts = [], [], [], [], []
-                    failed = clients.failed
+                    felt, later, pauses, wiped, rates, firsts = [], [], [], [], [], []
+                    failed, stood = clients.failed, len(watch.found)
                     for _ in range(1 if way == "restart" else options.rounds):
                         filled = putter.fill(rig.uid)
                         time.sleep(3)
@@ -225,10 +243,13 @@ def main() -> int:
                         update = (rig.policy().get("status") or {}).get("lastUpdate") or {}
                         if way in ("Barrier", "Fence"):
                             pauses.append(float(update.get("pauseSeconds") or 0))
+                            wiped.append(until_wiped(rig))
                     row = {"way": way, "changes": len(felt), "keys": filled, "failed": clients.failed - failed}
-                    for name, values in (("felt", felt), ("later", later), ("pause", pauses), ("first_token", firsts)):
+                    measured = {"felt": felt, "later": later, "pause": pauses, "wiped": wiped, "first_token": firsts}
+                    for name, values in measured.items():
                         row |= {f"{name}_p{p}": percentile(values, p / 100) if values else None for p in (50, 95)}
                     row["hit_rate"] = statistics.mean(rates)
+                    row["stood_still"] = max((each.seconds for each in watch.found[stood:]), default=0.0)
                     rows.append(row)
                     print(line(row), flush=True)
         finally:
@@ -248,8 +269,9 @@ def line(row: dict[str, Any]) -> str:
 
     return (
         f"{row['way']:8} {row['changes']} changes, {row['keys']} old keys: one client without a token {ms('felt')} ms "
-        f"(p50/p95), later {ms('later')} ms, pause {ms('pause')} ms, then {row['hit_rate']:.0%} of prompt tokens hit, "
-        f"first token {ms('first_token')} ms; {row['failed']} requests failed"
+        f"(p50/p95), later {ms('later')} ms, pause {ms('pause')} ms, old keys gone after {ms('wiped')} ms, then {row['hit_rate']:.0%} of prompt tokens hit, "
+        f"first token {ms('first_token')} ms; {row['failed']} requests failed; the machine stood still "
+        f"{row['stood_still'] * 1000:.0f} ms"
     )
 
 

@@ -14,27 +14,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from moontide_engine.auth import TokenFile, bearer_tokens
 from moontide_engine.jsonlog import log
-from moontide_engine.namespace import is_namespace, is_of_another_epoch, pattern, tag
+from moontide_engine.listing import Listing
+from moontide_engine.namespace import is_namespace, pattern, tag
 from moontide_engine.replicated import Log, Unproven, removal
 from moontide_engine.tls import Certificate, certificate
 
@@ -44,6 +43,10 @@ KEYS_TIMEOUT = 30.0
 # Keys a call when collecting. After each call the store has as long for itself as the call took.
 BATCH = 1000
 MAX_KEPT = 16
+# A call with less time left begins no other.
+BATCH_SECONDS = 0.3
+# A master that lists millions of keys says nothing before it has them.
+SILENCE_SECONDS = 60.0
 # Codes of the store, as its error codes are numbered in 0.3.
 OBJECT_NOT_FOUND, RPC_FAIL = -704, -900
 # Between two tries to have a connected client ready before it is needed.
@@ -151,6 +154,9 @@ class Wiper:
         self._log = log
         self._child: Child | None = None
         self._lock = threading.Lock()
+        self._listings: dict[str, Listing] = {}
+        """Begun by a call that had no time to end them, by namespace."""
+        self._listings_lock = threading.Lock()
         self._terms: dict[str, int] = {}
         self._terms_lock = threading.Lock()
 
@@ -205,42 +211,66 @@ class Wiper:
     def collect(self, metrics: str, namespace: str, keep: Sequence[str], timeout: float) -> Answer:
         """Remove the namespace's keys of all epochs but ``keep``, in batches, as far as ``timeout`` seconds reach.
 
-        ``left`` counts the old keys that it saw and did not remove: some were in use. Never raises for the store's
-        faults.
+        The next call goes on where this one stopped, within :data:`listing.STALE_SECONDS`. ``removed`` counts this
+        call's keys, ``left`` the old ones of the listing that are still there: some were in use, or no time was left.
+        A success means that the listing has been gone through and none is left. Never raises for the store's faults.
         """
         started = time.monotonic()
         deadline = started + timeout
-        tags = {tag(epoch).hex() for epoch in keep}
-        removed = seen = 0
+        removed = 0
         answer: Answer
+        listing: Listing | None = None
         try:
             if self._log is not None:
                 self._log.begin()
-            for batch in _batches(list_keys(metrics, timeout), lambda key: is_of_another_epoch(key, namespace, tags)):
-                seen += len(batch)
-                if time.monotonic() < deadline:
-                    removed += self._remove(batch, deadline)
-            left = seen - removed
-            answer = {
-                "success": True,
-                "removed": removed,
-                "left": left,
-                "code": removed,
-                "reason": "Done",
-                "message": "",
-            }
-            if left:
-                text = f"{left} keys were not removed: in use, or no time was left"
-                answer |= {"success": False, "reason": "KeysLeft", "message": text}
+            listing = self._listing(metrics, namespace, frozenset(tag(epoch).hex() for epoch in keep))
+            listing.wait(deadline - time.monotonic())
+            if listing.error is not None:
+                raise ChildFailed("StoreUnavailable", str(listing.error))
+            while listing.is_whole and not listing.is_done and deadline - time.monotonic() > BATCH_SECONDS:
+                gone = self._remove(listing.batch(BATCH), deadline)
+                removed += gone
+                listing.removed += gone
+            answer = _collected(listing, removed)
+            if not listing.is_done:
+                self._keep(namespace, listing)
+                listing = None
         except ChildFailed as error:
+            # What became of the batch is not known, so the next call begins anew.
             answer = {**_failure(error.reason, str(error), error.code), "removed": removed, "left": None}
         except Unproven as error:
             answer = {**_failure(error.reason, str(error)), "removed": removed, "left": None}
-        except OSError as error:
-            answer = {**_failure("StoreUnavailable", str(error)), "removed": removed, "left": None}
+        if listing is not None:
+            listing.close()
         answer["seconds"] = round(time.monotonic() - started, 6)
         log("collect", namespace=namespace, keep=list(keep), **answer)
         return answer
+
+    def _listing(self, metrics: str, namespace: str, tags: frozenset[str]) -> Listing:
+        """What the last call for these epochs has left, or a new one. Nobody else has it."""
+        with self._listings_lock:
+            known = self._listings.pop(namespace, None)
+        if known is not None:
+            if known.tags == tags and not known.is_stale and known.error is None:
+                return known
+            known.close()
+        return Listing(lambda: list_keys(metrics, SILENCE_SECONDS), namespace, tags)
+
+    def _keep(self, namespace: str, listing: Listing) -> None:
+        """Leave it for the next call."""
+        with self._listings_lock:
+            other = self._listings.pop(namespace, None)
+            self._listings[namespace] = listing
+        if other is not None:
+            other.close()
+
+    def tidy(self, everything: bool = False) -> None:
+        """Forget listings that nobody came back for, or all."""
+        with self._listings_lock:
+            over = [name for name, each in self._listings.items() if everything or each.is_stale]
+            listings = [self._listings.pop(name) for name in over]
+        for each in listings:
+            each.close()
 
     def _remove(self, keys: list[str], deadline: float) -> int:
         """One batch. A wipe may come between two: a fleet that stands still goes first."""
@@ -257,6 +287,7 @@ class Wiper:
 
     def warm(self) -> None:
         """Have a connected client ready, if nobody is using the wiper and there is none."""
+        self.tidy()
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -268,6 +299,7 @@ class Wiper:
 
     def close(self) -> None:
         """End the child."""
+        self.tidy(everything=True)
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -305,21 +337,30 @@ def _failure(reason: str, message: str, code: int = 0) -> Answer:
     return {"success": False, "removed": None, "code": code, "reason": reason, "message": message}
 
 
-def list_keys(metrics: str, timeout: float) -> Iterator[str]:
-    """All keys, from the master's own listing. Raises OSError. Slow with many keys: never inside a pause."""
-    with urllib.request.urlopen(f"{metrics}/get_all_keys", timeout=timeout) as response:
+def list_keys(metrics: str, silence: float) -> Iterator[str]:
+    """All keys, from the master's own listing. Slow with many keys: never inside a pause.
+
+    Raises OSError, also where nothing comes for ``silence`` seconds or the master ends before its listing, and
+    HTTPException.
+    """
+    with urllib.request.urlopen(f"{metrics}/get_all_keys", timeout=silence) as response:
         for line in response:
             yield line.decode(errors="replace").strip()
+        if response.length:
+            raise OSError(f"the master's listing ended {response.length} bytes early")
 
 
-def _batches(keys: Iterable[str], wanted: Callable[[str], bool]) -> Iterator[list[str]]:
-    """The wanted keys, :data:`BATCH` at a time. The listing is taken in first, to disk: the master must not wait for
-    removals to read on, and a store may have millions of keys."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as found:
-        found.writelines(f"{key}\n" for key in keys if wanted(key))
-        found.seek(0)
-        while batch := [line.rstrip("\n") for line in itertools.islice(found, BATCH)]:
-            yield batch
+def _collected(listing: Listing, removed: int) -> Answer:
+    """What a call that removed so many came to."""
+    answer: Answer = {"success": False, "removed": removed, "left": None, "code": removed, "reason": "KeysLeft"}
+    if not listing.is_whole:
+        return {**answer, "message": f"the master still lists its keys, {listing.found} old ones so far: ask again"}
+    left = listing.found - listing.removed
+    if not listing.is_done:
+        return {**answer, "left": left, "message": f"no time was left for {left} keys: ask again"}
+    if left:
+        return {**answer, "left": left, "message": f"{left} keys were not removed: they are in use"}
+    return {**answer, "success": True, "left": 0, "reason": "Done", "message": ""}
 
 
 def count_keys(metrics: str, namespace: str, timeout: float) -> Answer:

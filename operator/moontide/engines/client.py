@@ -231,10 +231,11 @@ async def wipe(http: aiohttp.ClientSession, action: Wipe, url: str, token: Token
 
 
 async def collect(http: aiohttp.ClientSession, action: Collect, url: str, token: Token, term: int) -> Result:
-    """Remove the fleet's keys of epochs that are over, then verify: a second collection must find none.
+    """Remove the fleet's keys of epochs that are over, then verify: a collection must find none.
 
-    ``url`` and ``term``: see :func:`wipe`. ``removed`` counts the keys of the first. Keys in use are ``KeysLeft``: try
-    again.
+    ``url`` and ``term``: see :func:`wipe`. ``removed`` counts the keys of the first. Keys in use, and those that a call
+    has no time for, are ``KeysLeft``: try again. The wiper goes on where that call stopped, so a first collection that
+    finds none is the second of one that had no time left.
     """
     started = time.monotonic()
     body = {
@@ -244,7 +245,7 @@ async def collect(http: aiohttp.ClientSession, action: Collect, url: str, token:
         "timeoutSeconds": action.timeout_seconds,
     }
     seconds = action.timeout_seconds + MARGIN_SECONDS
-    return await _twice(http, action, f"{url}/moontide/v1/collect", token, seconds, body, started)
+    return await _twice(http, action, f"{url}/moontide/v1/collect", token, seconds, body, started, once_if_none=True)
 
 
 async def _twice(
@@ -255,19 +256,29 @@ async def _twice(
     seconds: float,
     body: dict[str, Any],
     started: float,
+    *,
+    once_if_none: bool = False,
 ) -> Result:
-    first = _result(action, await _json(http, "POST", url, token, seconds, body), started)
+    answer = await _json(http, "POST", url, token, seconds, body)
+    first = _result(action, answer, started)
     if not first.success:
         return first
-    answer = await _json(http, "POST", url, token, seconds, body)
+    if not (once_if_none and _removed(answer) == 0):
+        answer = await _json(http, "POST", url, token, seconds, body)
     second = _result(action, answer, started)
     if not second.success:
         return replace(second, removed=first.removed)
-    left = None if isinstance(answer, Unanswered) else answer[1].get("removed")
-    if type(left) is not int or left != 0:
+    left = _removed(answer)
+    if left != 0:
         text = f"a second removal still found {left} keys"
         return Result(action, False, "KeysLeft", text, first.removed, second.seconds)
     return Result(action, True, "Verified", "", first.removed, second.seconds)
+
+
+def _removed(answer: tuple[int, dict[str, Any]] | Unanswered) -> int | None:
+    """How many keys a removal took; None where it does not say."""
+    removed = None if isinstance(answer, Unanswered) else answer[1].get("removed")
+    return removed if type(removed) is int else None
 
 
 async def fan_out(items: list[T], call: Callable[[T], Awaitable[R]], limit: int = CALLS_AT_ONCE) -> list[R]:

@@ -247,6 +247,15 @@ async def test_a_collection_is_verified_by_a_second_one_that_finds_nothing() -> 
     assert told == [("/moontide/v1/collect", ["policy/2"], 3)] * 2
 
 
+async def test_a_collection_that_finds_nothing_is_its_own_proof() -> None:
+    """It may be the second of one whose first had no time left: another would have none either."""
+    result, peer = await collected({"success": True, "removed": 0, "left": 0})
+    assert (result.success, result.reason, result.removed, len(peer.seen)) == (True, "Verified", 0, 1)
+    # A wipe is not: what an engine still puts is what the second is for.
+    result, peer = await wiped({"success": True, "removed": 0}, {"success": True, "removed": 0})
+    assert (result.success, len(peer.seen)) == (True, 2)
+
+
 async def test_keys_in_use_are_counted_and_left_for_another_time() -> None:
     left = {"success": False, "removed": 5, "left": 2, "reason": "KeysLeft", "message": "2 keys were not removed"}
     result, _ = await collected(left)

@@ -30,6 +30,9 @@ def act(step):
     word = dict(line.split("=") for line in CONTROL.read_text().split()).get(step.split()[0], "0")
     if word == "hang":
         time.sleep(60)
+    if word == "slow":
+        time.sleep(0.4)
+        word = "0"
     if word == "die":
         raise SystemExit(1)
     return int(word)
@@ -233,17 +236,24 @@ def test_a_leader_of_the_past_removes_nothing(base: str, store: Store, route: st
 
 
 @contextlib.contextmanager
-def listing(*keys: str) -> Iterator[str]:
-    """A master's metrics port that lists these keys; its URL."""
+def listing(
+    *keys: str, asked: list[str] | None = None, ready: threading.Event | None = None, short: int = 0
+) -> Iterator[str]:
+    """A master's metrics port that lists these keys, once it is ``ready``; its URL. ``asked`` gets each path, and the
+    last ``short`` bytes of each listing are missing."""
 
     class Master(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             assert self.path == "/get_all_keys"
+            if asked is not None:
+                asked.append(self.path)
+            if ready is not None:
+                ready.wait(30)
             data = "".join(f"{key}\n" for key in keys).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            self.wfile.write(data[: len(data) - short])
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -289,6 +299,77 @@ def test_collects_in_batches_as_far_as_time_reaches(
         store.behave(batch="hang")
         answer = wiper.collect(metrics, "ns", ["p/2"], 0.5)
         assert (answer["success"], answer["reason"], answer["removed"]) == (False, "StoreTimeout", 0)
+
+
+def test_the_next_call_goes_on_where_time_was_over(store: Store, wiper: Wiper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a million keys, that no single call has time for."""
+    monkeypatch.setattr("moontide_engine.wiper.BATCH", 2)
+    # After a batch no call has time for another.
+    monkeypatch.setattr("moontide_engine.wiper.BATCH_SECONDS", 0.7)
+    store.behave(batch="slow")
+    asked: list[str] = []
+    answers: list[dict[str, Any]] = []
+    with listing(*(f"ns@m@{OLD}{number}" for number in range(5)), asked=asked) as metrics:
+        while not answers or (answers[-1]["reason"] == "KeysLeft" and len(answers) < 50):
+            answers.append(wiper.collect(metrics, "ns", ["p/2"], 1.0))
+    worked = [each for each in answers if each["removed"]]
+    assert [(a["success"], a["reason"], a["removed"], a["left"]) for a in worked] == [
+        (False, "KeysLeft", 2, 3),
+        (False, "KeysLeft", 2, 1),
+        (True, "Done", 1, 0),
+    ]
+    assert len(asked) == 1, "they went through one listing"
+
+
+def test_a_listing_may_take_longer_than_a_call(store: Store, wiper: Wiper) -> None:
+    ready, asked = threading.Event(), list[str]()
+    with listing(f"ns@m@{OLD}0", f"ns@m@{NOW}1", asked=asked, ready=ready) as metrics:
+        for _ in range(2):
+            answer = wiper.collect(metrics, "ns", ["p/2"], 0.5)
+            assert (answer["success"], answer["reason"], answer["removed"]) == (False, "KeysLeft", 0)
+            assert answer["left"] is None
+        ready.set()
+        answer = wiper.collect(metrics, "ns", ["p/2"], 10)
+        assert (answer["success"], answer["removed"], len(asked)) == (True, 1, 1)
+        wiper.collect(metrics, "ns", ["p/2"], 10)
+        assert len(asked) == 2, "what is to verify a removal was listed after it"
+
+
+def test_what_is_left_of_a_collection_is_for_these_epochs_and_for_now(
+    store: Store, wiper: Wiper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moontide_engine.wiper.BATCH_SECONDS", 11)
+    asked: list[str] = []
+    with listing(f"ns@m@{OLD}0", asked=asked) as metrics:
+        for epochs, count in ((["p/2"], 1), (["p/2"], 1), (["p/3"], 2), (["p/2"], 3)):
+            wiper.collect(metrics, "ns", epochs, 10)
+            assert len(asked) == count
+        monkeypatch.setattr("moontide_engine.listing.STALE_SECONDS", -1)
+        wiper.collect(metrics, "ns", ["p/2"], 10)
+        assert len(asked) == 4
+        wiper.tidy()
+        monkeypatch.setattr("moontide_engine.listing.STALE_SECONDS", 60)
+        wiper.collect(metrics, "ns", ["p/2"], 10)
+        assert len(asked) == 5
+
+
+def test_a_batch_whose_end_is_not_known_is_listed_again(
+    store: Store, wiper: Wiper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moontide_engine.wiper.BATCH", 1)
+    with listing(f"ns@m@{OLD}0", f"ns@m@{OLD}1") as metrics:
+        store.behave(batch="-900")
+        assert wiper.collect(metrics, "ns", ["p/2"], 10)["success"] is False
+        store.behave()
+        answer = wiper.collect(metrics, "ns", ["p/2"], 10)
+        assert (answer["success"], answer["removed"], answer["left"]) == (True, 2, 0)
+
+
+def test_a_listing_that_ends_early_proves_nothing(store: Store, wiper: Wiper) -> None:
+    with listing(f"ns@m@{OLD}0", f"ns@m@{OLD}1", short=10) as metrics:
+        answer = wiper.collect(metrics, "ns", ["p/2"], 10)
+    assert (answer["success"], answer["reason"], answer["removed"]) == (False, "StoreUnavailable", 0)
+    assert "early" in str(answer["message"])
 
 
 def test_keys_in_use_are_left_and_said(store: Store, wiper: Wiper) -> None:
