@@ -6,8 +6,8 @@ over ``--after`` seconds from its end, in which old keys are removed (p50, p95 o
 operator saw, how long after the change began the old keys were gone, and over those seconds the share of prompt tokens
 that hit and the time to the first token. *fan-out* is
 what trainers do without Moontide and leaves stale KV behind: it is here for its cost only. *restart* ends one engine
-after another. *stood still* is the longest time for which one of the machine's processors did nothing
-because its host gave it no time: clients feel that, too. Asserts nothing; exit status 1 if a change did not end.
+after another. The last figure is how long, at worst, a thread that does nothing but wake up waited for its processor:
+clients feel that, too. Asserts nothing; exit status 1 if a change did not end.
 """
 
 from __future__ import annotations
@@ -269,9 +269,9 @@ def line(row: dict[str, Any]) -> str:
 
     return (
         f"{row['way']:8} {row['changes']} changes, {row['keys']} old keys: one client without a token {ms('felt')} ms "
-        f"(p50/p95), later {ms('later')} ms, pause {ms('pause')} ms, old keys gone after {ms('wiped')} ms, then {row['hit_rate']:.0%} of prompt tokens hit, "
-        f"first token {ms('first_token')} ms; {row['failed']} requests failed; the machine stood still "
-        f"{row['stood_still'] * 1000:.0f} ms"
+        f"(p50/p95), later {ms('later')} ms, pause {ms('pause')} ms, old keys gone after {ms('wiped')} ms, then "
+        f"{row['hit_rate']:.0%} of prompt tokens hit, first token {ms('first_token')} ms; {row['failed']} requests "
+        f"failed; a thread waited {row['stood_still'] * 1000:.0f} ms for its processor"
     )
 
 

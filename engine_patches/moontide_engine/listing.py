@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 
 from moontide_engine.namespace import is_of_another_epoch
 
-STALE_SECONDS = 20.0
-"""A listing that nobody asked for is of the past: keys that came since are not in it."""
+STALE_SECONDS = 60.0
+"""A listing that nobody asked for is forgotten. The operator asks at least every 30 seconds."""
 
 
 class Listing:
@@ -33,7 +33,7 @@ class Listing:
         self._closed = threading.Event()
         self._whole = False
         self._at = 0
-        self._used = time.monotonic()
+        self.began = self._used = time.monotonic()
         self.error: Exception | None = None
         """Why it is not whole."""
         self.found = 0

@@ -156,6 +156,8 @@ class Wiper:
         self._lock = threading.Lock()
         self._listings: dict[str, Listing] = {}
         """Begun by a call that had no time to end them, by namespace."""
+        self._collected_at: dict[str, float] = {}
+        """When the last collection that found no more ended: a listing from before it is of no use."""
         self._listings_lock = threading.Lock()
         self._terms: dict[str, int] = {}
         self._terms_lock = threading.Lock()
@@ -235,6 +237,9 @@ class Wiper:
             if not listing.is_done:
                 self._keep(namespace, listing)
                 listing = None
+            elif answer["success"]:
+                with self._listings_lock:
+                    self._collected_at[namespace] = time.monotonic()
         except ChildFailed as error:
             # What became of the batch is not known, so the next call begins anew.
             answer = {**_failure(error.reason, str(error), error.code), "removed": removed, "left": None}
@@ -250,8 +255,9 @@ class Wiper:
         """What the last call for these epochs has left, or a new one. Nobody else has it."""
         with self._listings_lock:
             known = self._listings.pop(namespace, None)
+            past = self._collected_at.get(namespace, known.began if known is not None else 0.0)
         if known is not None:
-            if known.tags == tags and not known.is_stale and known.error is None:
+            if known.tags == tags and known.began >= past and known.error is None and not known.is_stale:
                 return known
             known.close()
         return Listing(lambda: list_keys(metrics, SILENCE_SECONDS), namespace, tags)

@@ -1,8 +1,8 @@
-"""Times at which a processor of this machine did nothing, so that a timeout in a test can be told from a fault.
+"""Times at which a thread of this machine got no processor, so that a timeout in a test can be told from a fault.
 
-The host of a virtual machine can take a processor away for seconds. What ran there, its timers and its share of the
-network stand still, while the other processors go on: to a test that looks like a process that hangs. A thread that
-is pinned to each processor sleeps for a moment, again and again, and notes when it woke far too late.
+The host of a virtual machine can take a processor away for seconds, and a kernel whose processors are all busy can let
+a thread wait as long. To a test that looks like a process that hangs. A thread that is pinned to each processor sleeps
+for a moment, again and again, and notes when it woke far too late.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 _SLEEP_SECONDS = 0.2
-# A processor shared by some busy processes makes a thread wait for tenths of a second.
+# Behind some busy processes a thread waits for tenths of a second.
 _LATE_SECONDS = 3.0
 _NAMED = 5
 
@@ -90,4 +90,6 @@ def in_words(found: Sequence[Standstill]) -> str:
         for each in longest
     ]
     more = f", and {len(found) - len(times)} shorter ones" if len(found) > len(times) else ""
-    return f"this machine stood still: {', '.join(times)}{more}; a timeout at such a time is its doing"
+    return (
+        f"a thread of this machine got no time: {', '.join(times)}{more}; a timeout meanwhile is no fault of the code"
+    )

@@ -305,13 +305,14 @@ def test_the_next_call_goes_on_where_time_was_over(store: Store, wiper: Wiper, m
     """As with a million keys, that no single call has time for."""
     monkeypatch.setattr("moontide_engine.wiper.BATCH", 2)
     # After a batch no call has time for another.
-    monkeypatch.setattr("moontide_engine.wiper.BATCH_SECONDS", 0.7)
+    monkeypatch.setattr("moontide_engine.wiper.BATCH_SECONDS", 9.7)
     store.behave(batch="slow")
+    wiper.warm()
     asked: list[str] = []
     answers: list[dict[str, Any]] = []
     with listing(*(f"ns@m@{OLD}{number}" for number in range(5)), asked=asked) as metrics:
         while not answers or (answers[-1]["reason"] == "KeysLeft" and len(answers) < 50):
-            answers.append(wiper.collect(metrics, "ns", ["p/2"], 1.0))
+            answers.append(wiper.collect(metrics, "ns", ["p/2"], 10.0))
     worked = [each for each in answers if each["removed"]]
     assert [(a["success"], a["reason"], a["removed"], a["left"]) for a in worked] == [
         (False, "KeysLeft", 2, 3),
@@ -351,6 +352,21 @@ def test_what_is_left_of_a_collection_is_for_these_epochs_and_for_now(
         monkeypatch.setattr("moontide_engine.listing.STALE_SECONDS", 60)
         wiper.collect(metrics, "ns", ["p/2"], 10)
         assert len(asked) == 5
+
+
+def test_what_was_listed_before_a_collection_that_found_none_proves_nothing(store: Store, wiper: Wiper) -> None:
+    """Two operators ask, as when one follows the other: the listing of the first is older than the second's proof."""
+    ready, asked = threading.Event(), list[str]()
+    with listing(f"ns@m@{NOW}0", asked=asked, ready=ready) as slow, listing() as quick:
+        first = threading.Thread(target=wiper.collect, args=(slow, "ns", ["p/2"], 1.0))
+        first.start()
+        while not asked:
+            time.sleep(0.01)
+        assert wiper.collect(quick, "ns", ["p/2"], 10)["success"] is True
+        first.join()
+        ready.set()
+        assert wiper.collect(slow, "ns", ["p/2"], 10)["success"] is True
+        assert len(asked) == 2
 
 
 def test_a_batch_whose_end_is_not_known_is_listed_again(
