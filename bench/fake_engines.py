@@ -73,6 +73,7 @@ class FakeEngine:
             "epoch": self.epoch,
             "version": self.version,
             "admitted": self.epoch > 0,
+            "admitResumes": True,
             "weightsVersion": "1",
             "loading": None,
             "clean": self.state == "closed",
@@ -108,7 +109,7 @@ class FakeEngine:
         if step == "fence":
             self.paused_at, self.opened_at = began if self.paused_at is None else self.paused_at, now
             self.paused += now - began
-        if step == "resume":
+        if step == "resume" or body.get("resume"):
             self.opened_at, self.state = now, "open"
             if self.paused_at is not None:
                 self.paused += now - self.paused_at

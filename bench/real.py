@@ -13,6 +13,7 @@ clients feel that, too. Asserts nothing; exit status 1 if a change did not end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ class Clients:
         self._replicas = replicas
         self._texts = texts
         self._stop = threading.Event()
+        self._go = threading.Event()
+        self._go.set()
         self.came: list[list[float]] = [[] for _ in range(CLIENTS)]
         self.first: list[tuple[float, float]] = []
         self.failed = 0
@@ -115,9 +118,19 @@ class Clients:
         for thread in self._threads:
             thread.join()
 
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """No new requests: what happens meanwhile has the processors for itself."""
+        self._go.clear()
+        try:
+            yield
+        finally:
+            self._go.set()
+
     def _client(self, number: int) -> None:
         with httpx.Client(timeout=120, trust_env=False) as http:
             for turn in itertools.count(number):
+                self._go.wait()
                 if self._stop.is_set():
                     return
                 text = self._texts[(7 * turn + number) % len(self._texts)]
@@ -228,7 +241,8 @@ def main() -> int:
                     felt, later, pauses, wiped, rates, firsts = [], [], [], [], [], []
                     failed, stood = clients.failed, len(watch.found)
                     for _ in range(1 if way == "restart" else options.rounds):
-                        filled = putter.fill(rig.uid)
+                        with clients.resting():
+                            filled = putter.fill(rig.uid)
                         time.sleep(3)
                         began = time.monotonic()
                         change()

@@ -103,6 +103,7 @@ COMMANDS: Mapping[str, Mapping[str, Field]] = {
         **_COMMON,
         "version": Field(_is_label, "a printable string or null", None),
         "salt": Field(_is_label, "a printable string or null", None),
+        "resume": Field(lambda v: isinstance(v, bool), "true or false", False),
         "timeoutSeconds": Field(_is_seconds, "a number of seconds above 0", 10.0),
     },
     "fence": {
@@ -287,6 +288,7 @@ class Commands:
             "epoch": 0 if stamp is None else stamp.epoch,
             "version": None if stamp is None else stamp.version,
             "admitted": gate.admitted,
+            "admitResumes": True,
             "weightsVersion": weights,
             "loading": load.as_json() if shown and load is not None else None,
             "clean": gate.clean,
@@ -467,6 +469,7 @@ class Commands:
 
     async def _admit(self, body: Mapping[str, Any]) -> Answer:
         salt: str | None = body["salt"]
+        deadline = time.monotonic() + body["timeoutSeconds"]
         if failed := await self._half_loaded(body["timeoutSeconds"]):
             return failed
         # An open engine is not switched here: its admission is refused below, or is the one it has.
@@ -475,6 +478,10 @@ class Commands:
             return failed
         self._gate.admit(body["epoch"], body["version"], salted)
         self._arm()
+        if body["resume"]:
+            # One round trip less for whoever is paused. What may come between two commands may come between these.
+            left = max(deadline - time.monotonic(), POLL_SECONDS)
+            return {**await self._resume({**body, "timeoutSeconds": left}), "salt": self._salt}
         return success(epoch=body["epoch"], version=body["version"], salt=self._salt)
 
     async def _fence(self, body: Mapping[str, Any]) -> Answer:

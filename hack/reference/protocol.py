@@ -7,7 +7,7 @@ from html import escape
 
 from moontide.api.v1alpha1 import Member, PolicyVersionSpec, PolicyVersionStatus, Update
 from moontide.cli.rehearsal import Rehearsal, rehearse
-from moontide.planning.model import EngineStatus, FenceStatus, Fleet, Observed, Replica, Step
+from moontide.planning.model import Action, Command, EngineStatus, FenceStatus, Fleet, Observed, Replica, Step
 from moontide.planning.protocol import name_of, step_of
 
 _NOW = dt.datetime(2026, 11, 28, tzinfo=dt.UTC)
@@ -20,6 +20,8 @@ WAYS = (
     ("A salted fleet, strategy Fence: nobody pauses", True, {"strategy": "Fence"}),
     ("A plain fleet, or onStoreFailure: Hold: nobody resumes before the wipe is verified", False, {}),
 )
+_ADMIT_AND_RESUME = f"{Step.ADMIT.value}, {Step.RESUME.value}"
+_OPENS = (_ADMIT_AND_RESUME, Step.RESUME.value, Step.FENCE.value)
 _COLOURS = {"old": "#c7d2e0", "paused": "#f2c14e", "new": "#7fc97f", "store": "#eceff3", "act": "#8fa9d0"}
 _LEFT, _CELL, _GAP, _LANE, _TITLE = 130, 96, 4, 26, 44
 
@@ -46,6 +48,7 @@ def change(salted: bool, more: dict[str, str]) -> Rehearsal:
                 drained=False,
                 running=1,
                 salt=salt,
+                admit_resumes=True,
                 fence=FenceStatus(supported=salted, live=salted),
             ),
         )
@@ -63,11 +66,16 @@ def change(salted: bool, more: dict[str, str]) -> Rehearsal:
     return rehearse(spec, 2, status, Observed((fleet,), _NOW, policy_uid="u"))
 
 
+def _said(action: Action) -> str:
+    opens = isinstance(action, Command) and bool(action.body.get("resume"))
+    return _ADMIT_AND_RESUME if opens else step_of(action).value
+
+
 def columns(rehearsal: Rehearsal) -> list[dict[str, str]]:
     """Look by look: what is asked of whom, by lane."""
     found = []
     for each in rehearsal.rounds:
-        column = {name_of(action): step_of(action).value for action in each.actions}
+        column = {name_of(action): _said(action) for action in each.actions}
         if any(note.reason == "EpochAllotted" for note in each.notes):
             column["status"] = f"epoch {each.epoch}"
         if column:
@@ -78,7 +86,7 @@ def columns(rehearsal: Rehearsal) -> list[dict[str, str]]:
 def _colour(lane: str, step: str, before: str) -> str:
     if lane in ("status", _STORE):
         return "act" if step else "store"
-    if step in (Step.RESUME.value, Step.FENCE.value):
+    if step in _OPENS:
         return "new"
     return "paused" if step else before
 

@@ -116,7 +116,7 @@ class Cast:
         engine = {"name": "engine", "image": "x", "imageID": "x", "ready": True, "restartCount": 0, "state": running}
         status = {"phase": "Running", "podIP": address, "containerStatuses": [{**engine, "containerID": "x://1"}]}
         look("patch", pod, "-n", self.namespace, "--subresource=status", "-p", json.dumps({"status": status}))
-        self.wait_for("it serves", lambda: [each["step"] for each in self.commands()][-1:] == ["resume"])
+        self.wait_for("it serves", lambda: [each["step"] for each in self.commands()][-1:] == ["admit"])
         self.wait_current(1)
 
     def bump(self, version: int) -> None:
@@ -272,6 +272,6 @@ def test_a_lease_deleted_under_the_leader(cast: Cast) -> None:
     cast.bump(8)
     cast.wait_current(2)
     new = cast.commands()[-1]
-    assert (new["step"], new["outcome"]) == ("resume", "Done")
+    assert (new["step"], new["outcome"]) == ("admit", "Done")
     assert new["term"] > old
     print(f"the leader ended {ended:.1f} s after its Lease was deleted; term {old} was followed by {new['term']}")

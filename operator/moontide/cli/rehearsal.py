@@ -59,9 +59,9 @@ def _more(step: Step, first: Action) -> str:
         return f" ({body.get('source')})"
     if step is Step.CLOSE:
         return f" ({body.get('reason')})"
-    if step in (Step.ADMIT, Step.FENCE) and "salt" in body:
-        return " (with the epoch in the keys)"
-    return ""
+    said = ["with the epoch in the keys"] if step in (Step.ADMIT, Step.FENCE) and "salt" in body else []
+    said += ["and resume"] if body.get("resume") else []
+    return f" ({', '.join(said)})" if said else ""
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ def _effect(command: Command) -> dict[str, object]:
     if command.step in (Step.ADMIT, Step.FENCE):
         salt = {"salt": body["salt"]} if "salt" in body else {}
         state = "paused" if command.step is Step.ADMIT else engine.state
-        return {**moved, **salt, "state": state, "epoch": command.epoch, "version": body.get("version"), "reason": ""}
-    if command.step is Step.RESUME:
+        moved |= {**salt, "state": state, "epoch": command.epoch, "version": body.get("version"), "reason": ""}
+    if command.step is Step.RESUME or body.get("resume"):
         return {**moved, "state": "open", "clean": False, "drained": False}
     if command.step is Step.CLOSE:
         return {**moved, "state": "closed", "reason": body.get("reason"), "running": 0, "in_flight": 0}

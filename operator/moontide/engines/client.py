@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from yarl import URL
 
 from moontide.engines import tls
-from moontide.planning.model import Action, Collect, Command, EngineStatus, Fleet, Result, Wipe
+from moontide.planning.model import Action, Collect, Command, EngineStatus, Fleet, Result, Step, Wipe
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,6 +29,8 @@ CALLS_AT_ONCE = 512
 """A limit for the machine's sake: replicas that answer wait for none that does not."""
 STATUS_SECONDS = 3.0
 """A healthy engine answers its status in milliseconds; one that needs longer is not reset, whatever it says later."""
+_BOUNDED = frozenset({Step.QUIESCE, Step.DRAIN, Step.RESET, Step.RESUME, Step.FENCE, Step.LOAD})
+"""Steps that take their bound; an admission takes one where it does more than to note something."""
 Token = str | tuple[str, ...]
 """A bearer token, or several of which the peer may know only one: the next is tried where one is refused."""
 KEEPALIVE_SECONDS = 4.0
@@ -210,7 +212,7 @@ async def send(http: aiohttp.ClientSession, command: Command, token: Token, term
     if engine is None or command.replica.address is None:
         return Result(command, False, "Unreachable", "the engine did not answer its status")
     body: dict[str, Any] = {"term": term, "epoch": command.epoch, "bootId": engine.boot_id, **command.body}
-    if command.step.value in ("quiesce", "drain", "reset", "resume", "fence", "load") or "salt" in command.body:
+    if command.step in _BOUNDED or command.body.keys() & {"salt", "resume"}:
         body["timeoutSeconds"] = command.timeout_seconds
     url = f"{base_url(command.replica.address)}/moontide/v1/{command.step.value}"
     seconds = command.timeout_seconds + MARGIN_SECONDS

@@ -95,6 +95,8 @@ class EngineStatus(BaseModel):
     engine_version: str = ""
     patches: dict[str, str] = {}
     ranks: int = 1
+    admit_resumes: bool = False
+    """It takes an admission and the resume that follows it as one command."""
     store: StoreStatus = StoreStatus()
     fence: FenceStatus = FenceStatus()
 

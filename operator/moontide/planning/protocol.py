@@ -31,6 +31,7 @@ Algorithm
     ======================  ==========================================================================================
     plain fleet             quiesce, drain, reset; then the fleet's wipe; then admit, resume
     salted fleet, Barrier   quiesce, admit (which switches the salt), resume; old keys are collected when all is done
+    both                    admit and resume are one call to an engine that can, where none may be open elsewhere
     salted fleet, Fence     fence (which switches the salt of an open engine); old keys are collected afterwards
     while preparing         Barrier: quiesce (plain: drain, reset too) and hold. Fence: fence to the transit epoch
     ``weights: Load``       before admit: load, where the engine reports other weights
@@ -406,10 +407,12 @@ class View:
         }
         return Command(Step.LOAD, replica, self.epoch, body, timeout_seconds=LOAD_SECONDS)
 
-    def admit(self, replica: Replica, engine: EngineStatus) -> Command:
-        """With the salt of the epoch, where the engine can put it into its block hashes."""
+    def admit(self, replica: Replica, engine: EngineStatus, *, blocked: bool) -> Command:
+        """With the salt of the epoch, where the engine can put it into its block hashes. Unless it is ``blocked``, an
+        engine that can is resumed with the same call: a pause is as long as its calls."""
         salted = {"salt": self.salt} if self.salts(engine) else {}
-        return self.short(Step.ADMIT, replica, version=self.status.target_version, **salted)
+        opens = {"resume": True} if engine.admit_resumes and not blocked else {}
+        return self.short(Step.ADMIT, replica, version=self.status.target_version, **salted, **opens)
 
     def fence(self, replica: Replica) -> Command:
         """Switch an open engine. In transit no version is claimed: weights may be half old, half new."""
@@ -482,7 +485,7 @@ def _towards_open(view: View, replica: Replica, engine: EngineStatus, *, emptied
     if emptied and not engine.clean:
         return view.long(Step.RESET, replica)
     if engine.state == "closed" or engine.epoch != view.epoch:
-        return view.admit(replica, engine)
+        return view.admit(replica, engine, blocked=blocked)
     return Step.RESUME if blocked else view.short(Step.RESUME, replica)
 
 

@@ -775,6 +775,44 @@ async def test_admission_switches_the_salt_of_block_hashes(plane: Plane) -> None
     assert plane.engine.calls.count("switch") == 1
 
 
+async def test_an_admission_may_resume_at_once(plane: Plane) -> None:
+    assert (await plane.http.get("/moontide/v1/status")).json()["admitResumes"] is True
+    answer = await plane.succeed("admit", 1, version="v1", salt="uid/1", resume=True)
+    assert (answer["epoch"], answer["version"], answer["salt"], answer["state"]) == (1, "v1", "uid/1", "open")
+    assert answer["status"]["state"] == "open"
+    assert plane.engine.calls.count("resume") == 1
+    # The same again has nothing to do, and one that is refused opens nothing.
+    await plane.succeed("admit", 1, version="v1", salt="uid/1", resume=True)
+    assert plane.engine.calls.count("resume") == 1
+    await plane.succeed("quiesce", 2)
+    plane.engine.fence_unsupported = "NixlConnector hands KV on"
+    _, answer = await plane.command("admit", 2, version="v2", salt="uid/2", resume=True)
+    assert (answer["success"], answer["reason"], answer["state"]) == (False, "FenceUnsupported", "paused")
+    assert plane.engine.calls.count("resume") == 1
+
+
+@pytest.mark.parametrize("closes", [True, False])
+async def test_what_comes_while_an_admission_resumes_wins(plane: Plane, closes: bool) -> None:
+    def meanwhile() -> None:
+        plane.gate.accept(Fence(1, 2), "boot")
+        if closes:
+            plane.gate.close("Closed")
+
+    plane.engine.on_resume = meanwhile
+    _, answer = await plane.command("admit", 1, version="v1", resume=True)
+    assert (answer["success"], answer["reason"]) == (False, "Superseded")
+    assert plane.gate.state == ("closed" if closes else "paused")
+
+
+async def test_an_admission_that_resumes_has_one_bound_for_both(plane: Plane) -> None:
+    plane.engine.hang = 60
+    began = time.monotonic()
+    _, answer = await plane.command("admit", 1, version="v1", resume=True, timeoutSeconds=0.3)
+    assert (answer["success"], answer["reason"]) == (False, "EngineTimeout")
+    assert time.monotonic() - began < 2
+    assert plane.gate.admitted, "the admission stands, and a resume is tried again"
+
+
 async def test_no_admission_without_the_switch(plane: Plane) -> None:
     plane.engine.fault = RuntimeError("EngineDead")
     status, answer = await plane.command("admit", 1, version="v1", salt="uid/1")

@@ -15,7 +15,7 @@ from moontide.reconcile import fleets, policyversion
 from tests.unit.operator.doubles import Cluster
 
 MODEL = {"source": "pvc://w/a", "servedName": "tiny", "version": "7"}
-BARRIER = ["quiesce", "admit", "resume"]
+BARRIER = ["quiesce", "admit"]
 
 
 class World(Cluster):

@@ -442,6 +442,45 @@ def test_a_salted_fleet_needs_no_drain_reset_or_wipe_and_collects_when_it_serves
     assert world.status.history[0] == update
 
 
+def test_engines_that_can_are_resumed_with_their_admission() -> None:
+    world = World(PolicyVersionSpec.model_validate({"version": "1"}), fences=True, opens=True)
+    world.add_fleet("tiny", 2)
+    assert seen_steps(world, 4) == [[], ["Wipe"], ["admit"], []], "the first change of a fleet is a plain one"
+    world.serve()
+    world.push_weights("2")
+    world.bump("2")
+    assert seen_steps(world, 5) == [[], ["quiesce"], ["admit"], ["Collect"], []]
+    assert {(p.engine.state, p.engine.epoch, p.engine.salt) for p in world.pods} == {("open", 2, "policy/2")}
+    update = world.status.last_update
+    assert update is not None
+    times = [update.started_at, update.quiesced_at, update.invalidated_at, update.resumed_at, update.wiped_at]
+    assert times == sorted(times)  # type: ignore[type-var]
+
+
+def test_nobody_is_resumed_with_its_admission_while_another_may_be_open() -> None:
+    world = World(
+        PolicyVersionSpec.model_validate({"version": "1", "replicaTimeoutSeconds": 20}), fences=True, opens=True
+    )
+    world.add_fleet("tiny", 3)
+    world.run()
+    world.bump("2", weights="Unchecked")
+    world.pod(0).engine.hung = True
+    seen = seen_steps(world, 5)
+    assert seen == [[], ["quiesce"], ["admit"], [], []]
+    assert {(p.engine.state, p.engine.epoch) for p in world.pods[1:]} == {("paused", 2)}
+    world.pass_time(21)
+    assert sorted(steps(world.turn())) == ["Replace", "resume", "resume"]
+
+
+def test_engines_of_two_plugins_are_each_told_what_they_know() -> None:
+    world = bumped(fences=True)
+    world.pod(1).engine.opens = True
+    assert seen_steps(world, 3) == [[], ["quiesce"], ["admit"]]
+    assert [p.engine.state for p in world.pods] == ["paused", "open"]
+    assert steps(world.turn()) == ["resume"]
+    world.serve()
+
+
 def test_late_puts_are_collected_too() -> None:
     world = bumped(fences=True)
     world.run()

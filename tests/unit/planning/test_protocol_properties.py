@@ -17,6 +17,11 @@ PHASES = [p for p in Phase if p is not Phase.shrink]
 INDEX = st.integers(min_value=0, max_value=50)
 
 
+def opens(command: Command) -> bool:
+    """Whether a replica serves in the epoch once it has done this."""
+    return command.step is Step.RESUME or bool(command.body.get("resume"))
+
+
 class Fleet(RuleBasedStateMachine):
     """Two fleets that follow one policy, and everything that may happen to them."""
 
@@ -27,6 +32,7 @@ class Fleet(RuleBasedStateMachine):
         failure=st.sampled_from(["Isolate", "Replace", "Hold"]),
         strategy=st.sampled_from(["Barrier", "Fence"]),
         fences=st.booleans(),
+        opens=st.booleans(),
         served=st.booleans(),
         store_failure=st.sampled_from(["Detach", "Hold"]),
     )
@@ -38,6 +44,7 @@ class Fleet(RuleBasedStateMachine):
         failure: str,
         strategy: str,
         fences: bool,
+        opens: bool,
         served: bool,
         store_failure: str,
     ) -> None:
@@ -48,7 +55,7 @@ class Fleet(RuleBasedStateMachine):
             spec |= {"strategy": strategy, "runningRequests": "Wait"}
         if spec.get("strategy") != "Fence":
             spec["onStoreFailure"] = store_failure
-        self.world = World(PolicyVersionSpec.model_validate(spec), fences=fences)
+        self.world = World(PolicyVersionSpec.model_validate(spec), fences=fences, opens=opens)
         self.world.add_fleet("a", sizes[0])
         self.world.add_fleet("b", sizes[1])
         self.highest = 0
@@ -103,10 +110,10 @@ class Fleet(RuleBasedStateMachine):
     def ask(self, nonce: str, suspend: bool) -> None:
         self.world.bump(self.world.spec.version, reset_nonce=nonce, suspend=suspend)
 
-    @rule(able=st.booleans())
-    def what_starts_from_now_on_can_fence(self, able: bool) -> None:
-        """A rollout of engines with another connector, or another release."""
-        self.world.fences = able
+    @rule(able=st.booleans(), opens=st.booleans())
+    def what_starts_from_now_on_is_another_engine(self, able: bool, opens: bool) -> None:
+        """A rollout of engines with another connector, or another release of vLLM or of the plugin."""
+        self.world.fences, self.world.opens = able, opens
 
     @rule(index=INDEX)
     def one_gets_its_weights(self, index: int) -> None:
@@ -138,7 +145,7 @@ class Fleet(RuleBasedStateMachine):
                     assert not served or (not pod.engine.queue and pod.engine.state != "open")
                     # Who has hung since it said that it was drained has nothing left to write.
                     assert not served or not pod.engine.hung or pod.uid in self.world.believed
-            if isinstance(action, Command) and action.step is Step.RESUME and self.world.spec.strategy == "Barrier":
+            if isinstance(action, Command) and opens(action) and self.world.spec.strategy == "Barrier":
                 self.check_alone(action)
                 if self.world.spec.on_store_failure == "Hold":
                     self.check_erased(action)

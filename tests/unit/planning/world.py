@@ -59,6 +59,8 @@ class Engine:
     core_hung: bool = False
     """Its gate answers, the engine behind it does not."""
     fences: bool = False
+    opens: bool = False
+    """It resumes with its admission, where it is told to."""
     salt: str = ""
     refuses_reset: bool = False
     source: str = ""
@@ -100,6 +102,8 @@ class World:
     fleets: dict[str, list[Pod]] = field(default_factory=dict)
     fences: bool = False
     """Engines that start can put an epoch into their keys."""
+    opens: bool = False
+    """They take an admission and a resume as one command."""
     multimodal: bool = False
     """They cannot change it while requests run."""
     store: dict[str, set[KV]] = field(default_factory=dict)
@@ -143,7 +147,7 @@ class World:
         return pod
 
     def _engine(self, number: int) -> Engine:
-        return Engine(f"boot-{number}", self.base_weights, fences=self.fences)
+        return Engine(f"boot-{number}", self.base_weights, fences=self.fences, opens=self.opens)
 
     @property
     def pods(self) -> list[Pod]:
@@ -278,6 +282,7 @@ class World:
             responsive=not silent,
             fault="no answer within 2 s" if silent else "",
             salt=engine.salt,
+            admit_resumes=engine.opens,
             fence=FenceStatus(
                 supported=engine.fences,
                 live=engine.fences and not self.multimodal,
@@ -446,6 +451,9 @@ class World:
         engine.epoch, engine.version = action.epoch, str(action.body["version"])
         engine.state = "paused"
         engine.expires = self.now + dt.timedelta(seconds=self.spec.deadline_seconds)
+        if action.body.get("resume"):
+            assert engine.opens, "it was told what it does not know"
+            return self._resume(engine, action)
         return Result(action, True)
 
     def _load(self, engine: Engine, action: Command) -> Result:
