@@ -207,8 +207,7 @@ def until_wiped(rig: Rig, seconds: float = 300) -> float:
         update = (rig.policy().get("status") or {}).get("lastUpdate") or {}
         return (update["startedAt"], update["wipedAt"]) if "wipedAt" in update else None
 
-    wait("the old keys to be gone", times, seconds)
-    began, ended = times() or ("", "")
+    began, ended = wait("the old keys to be gone", times, seconds)
     return (parse_timestamp(ended) - parse_timestamp(began)).total_seconds()
 
 

@@ -57,7 +57,7 @@ class Listing:
         finally:
             self._read.set()
             if self._closed.is_set():
-                self._file.close()
+                self._discard()
 
     def wait(self, seconds: float) -> None:
         """Until it is whole, or has failed, or ``seconds`` are over."""
@@ -90,5 +90,9 @@ class Listing:
         """Forget it. What is being taken in is given up with its next key."""
         self._closed.set()
         if self._read.is_set():
-            with contextlib.suppress(ValueError):
-                self._file.close()
+            self._discard()
+
+    def _discard(self) -> None:
+        # On a full disk, closing what was written fails again.
+        with contextlib.suppress(OSError):
+            self._file.close()

@@ -255,7 +255,7 @@ class Wiper:
         """What the last call for these epochs has left, or a new one. Nobody else has it."""
         with self._listings_lock:
             known = self._listings.pop(namespace, None)
-            past = self._collected_at.get(namespace, known.began if known is not None else 0.0)
+            past = self._collected_at.get(namespace, 0.0)
         if known is not None:
             if known.tags == tags and known.began >= past and known.error is None and not known.is_stale:
                 return known

@@ -50,7 +50,7 @@ class World(Cluster):
 
     @property
     def events(self) -> list[str]:
-        return [reason for kind, *_, reason in self.kube.events if reason.startswith("Token") and kind == self.kind]
+        return [reason for *_, reason in self.kube.events if reason.startswith("Token")]
 
     def ask(self, value: str) -> None:
         metadata = self.kube.objects[self.kind, "rl", self.name]["metadata"]

@@ -107,3 +107,4 @@ async def test_no_request_fails_while_the_token_is_rotated_under_load(tmp_path: 
         assert world.version > 5
         await policyversion.reconcile(world.ctx, "rl", "policy")
         assert world.kube.status("PolicyVersion", "rl", "policy")["version"] == str(world.version)
+        assert {engine.state[0] for engine in world.engines.values()} == {"open"}
