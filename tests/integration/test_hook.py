@@ -196,7 +196,7 @@ def test_an_update_through_the_hook(site: Site, by: str) -> None:
     options = site.options(site.token("trainer"), by)
     with policy_update("policy", f"pushed-by-{by}", **options) as update:
         (engine,) = update.engines
-        answer = httpx.get(f"{engine.url}/moontide/v1/status", headers=engine.headers, trust_env=False)
+        answer = httpx.get(f"{engine.url}/moontide/v1/status", headers=engine.headers, trust_env=False, timeout=60)
         answer.raise_for_status()
         assert answer.json()["state"] == "paused"
     assert update.replicas == "1/1"

@@ -20,6 +20,8 @@ from moontide.trainer import policy_update
 ADMIN_PORT = 8001
 DOUBLE = Path(__file__).parent / "engine_double.py"
 API = "moontide.dev/v1alpha1"
+PATIENCE = 60
+"""Seconds for an answer that comes at once where a processor is free."""
 
 
 class Team:
@@ -55,13 +57,15 @@ class Team:
         engine = {"name": "engine", "image": "x", "imageID": "x", "ready": True, "restartCount": 0, "state": running}
         status = {"phase": "Running", "podIP": self.address, "containerStatuses": [{**engine, "containerID": "x://1"}]}
         look("patch", pod, "-n", self.namespace, "--subresource=status", "-p", json.dumps({"status": status}))
+        self.wait_for("its engine answers", lambda: self.says()[1] >= 0)
 
     def says(self) -> tuple[str, int]:
         """State and epoch of its engine."""
         token = (self.folder / f"token-{self.namespace}").read_text()
         url = f"http://{self.address}:{ADMIN_PORT}/moontide/v1/status"
         try:
-            answer = httpx.get(url, headers={"authorization": f"Bearer {token}"}, trust_env=False).json()
+            headers = {"authorization": f"Bearer {token}"}
+            answer = httpx.get(url, headers=headers, trust_env=False, timeout=PATIENCE).json()
         except httpx.HTTPError:
             return "", -1
         return answer["state"], answer["epoch"]
@@ -127,7 +131,8 @@ def test_fleets_of_another_namespace_follow_as_far_as_they_are_allowed(
     with policy_update("policy", 8, prepare_timeout=60, timeout=60, **options) as update:
         assert {engine.fleet for engine in update.engines} == {"chat", f"{far.namespace}/chat"}
         for engine in update.engines:
-            found = httpx.get(f"{engine.url}/moontide/v1/status", headers=engine.headers, trust_env=False)
+            url = f"{engine.url}/moontide/v1/status"
+            found = httpx.get(url, headers=engine.headers, trust_env=False, timeout=PATIENCE)
             assert found.json()["state"] == "paused"
     assert update.replicas == "2/2"
     assert {team.says() for team in teams} == {("open", update.epoch)}

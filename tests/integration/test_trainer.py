@@ -25,7 +25,7 @@ API = "moontide.dev/v1alpha1"
 def look(update: Update) -> dict[str, Any]:
     """What the only engine says to whom the update gives address and token."""
     (engine,) = update.engines
-    answer = httpx.get(f"{engine.url}/moontide/v1/status", headers=engine.headers, trust_env=False)
+    answer = httpx.get(f"{engine.url}/moontide/v1/status", headers=engine.headers, trust_env=False, timeout=60)
     answer.raise_for_status()
     found: dict[str, Any] = answer.json()
     return found
