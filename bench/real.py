@@ -211,6 +211,17 @@ def until_wiped(rig: Rig, seconds: float = 300) -> float:
     return (parse_timestamp(ended) - parse_timestamp(began)).total_seconds()
 
 
+def until_swept(rig: Rig, seconds: float = 300) -> None:
+    """Wait until late puts of older epochs were looked for, too: old keys that come later stay for the next change."""
+
+    def swept() -> bool:
+        status = rig.policy().get("status") or {}
+        members = status.get("members") or ()
+        return bool(members) and all(each.get("sweptEpoch", -1) >= status["epoch"] for each in members)
+
+    wait("the second collection to end", swept, seconds)
+
+
 def percentile(values: list[float], share: float) -> float:
     """Of a list that is not empty, the nearest value."""
     return sorted(values)[min(len(values) - 1, round(share * (len(values) - 1)))]
@@ -257,6 +268,7 @@ def main() -> int:
                         if way in ("Barrier", "Fence"):
                             pauses.append(float(update.get("pauseSeconds") or 0))
                             wiped.append(until_wiped(rig))
+                            until_swept(rig)
                     row = {"way": way, "changes": len(felt), "keys": filled, "failed": clients.failed - failed}
                     measured = {"felt": felt, "later": later, "pause": pauses, "wiped": wiped, "first_token": firsts}
                     for name, values in measured.items():
