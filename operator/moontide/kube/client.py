@@ -10,7 +10,7 @@ import asyncio
 import datetime as dt
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, cast
 from urllib.parse import urlsplit
@@ -332,6 +332,13 @@ class Kube:
                 await self._check_owner(child)
         for child, body in bodies:
             await self._apply(child, body)
+
+    async def apply_made_of(
+        self, sources: tuple[Resource[Any] | None, ...], make: Callable[[], Sequence[Child | Overridden]]
+    ) -> None:
+        """:meth:`apply` what ``make`` returns. That follows from ``sources``, of which the first owns them, alone: who
+        knows that the very same were applied need not have them made again."""
+        await self.apply(*make())
 
     async def _apply(self, child: Child, body: Any) -> Any:
         """Apply one. Returns it as the API server has it now; None of a group."""

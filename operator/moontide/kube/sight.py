@@ -11,7 +11,7 @@ import random
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moontide import labels
@@ -42,6 +42,8 @@ class Seen:
     """UIDs of its controllers."""
     labels: Mapping[str, str]
     body: dict[str, Any] | None
+    made: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What readers made of the body: it is gone with it."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,11 @@ class Sight:
         """The object as it was seen last."""
         return self._objects[plural].get((plural, namespace, name))
 
-    def every(self, plural: str, namespaces: Collection[str] | None) -> list[dict[str, Any]]:
-        """The bodies of some namespaces, or of all: by namespace and name."""
+    def every(self, plural: str, namespaces: Collection[str] | None) -> list[Seen]:
+        """Those of some namespaces that have a body, or of all: by namespace and name."""
         objects = self._objects[plural]
         keys = sorted(key for key in objects if namespaces is None or key[1] in namespaces)
-        return [body for key in keys if (body := objects[key].body) is not None]
+        return [objects[key] for key in keys if objects[key].body is not None]
 
     def selected(self, plural: str, namespace: str, wanted: Mapping[str, str]) -> list[dict[str, Any]]:
         """The bodies of a namespace that have these labels, by name. One of the labels names a fleet or a pool."""

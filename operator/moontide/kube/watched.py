@@ -10,7 +10,8 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from kubernetes.aio import client as k8s
@@ -21,7 +22,7 @@ from moontide.api.v1alpha1 import API_VERSION, Api, InferenceDeployment, KVCache
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import REQUEST_SECONDS, Child, Kube, Resource, converted, parse
 from moontide.kube.errors import mapped
-from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL, Kind
+from moontide.kube.kinds import DEPLOYMENT, KINDS, POLICY, POOL, Kind
 from moontide.kube.sight import Key, Seen, Sight, named
 from moontide.resources import groups
 from moontide.resources.podtemplate import Overridden
@@ -56,6 +57,28 @@ _PLURALS = {
 _NONE = ""
 """Digest of an object that must not be."""
 _UNWATCHED = ("secrets", "poddisruptionbudgets")
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What tells whether a child has to be applied: a few hundred bytes, where the child has tens of thousands."""
+
+    key: Key
+    digest: str
+    marks: Mapping[str, str]
+    """Its labels that name a fleet or a pool."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The children of a fleet or pool, and what they were made of."""
+
+    sources: tuple[object, ...]
+    children: tuple[_Mark, ...]
+
+    def of(self, sources: tuple[object, ...]) -> bool:
+        """Whether they would be made of the very same."""
+        return len(sources) == len(self.sources) and all(a is b for a, b in zip(sources, self.sources, strict=True))
 
 
 class WatchedKube(Kube):
@@ -94,19 +117,21 @@ class WatchedKube(Kube):
             return await super().list_deployments_following(namespace, policy, allowed)
         places = None if "*" in allowed else sorted({namespace, *allowed})
         found = []
-        for body in self.sight.every(DEPLOYMENT.plural, places):
-            ref, home = body["spec"].get("policyRef") or {}, body["metadata"]["namespace"]
+        for seen in self.sight.every(DEPLOYMENT.plural, places):
+            assert seen.body is not None
+            ref, home = seen.body["spec"].get("policyRef") or {}, seen.body["metadata"]["namespace"]
             if (ref.get("namespace") or home, ref.get("name")) == (namespace, policy):
-                found.append(parse(DEPLOYMENT, body))
+                found.append(_parsed(DEPLOYMENT, seen))
         return found
 
     async def list_deployments_of_pool(self, namespace: str, pool: str) -> list[Resource[InferenceDeployment]]:
         if DEPLOYMENT.plural not in self.sight.complete:
             return await super().list_deployments_of_pool(namespace, pool)
         return [
-            parse(DEPLOYMENT, body)
-            for body in self.sight.every(DEPLOYMENT.plural, [namespace])
-            if (((body["spec"].get("kvCache") or {}).get("poolRef") or {}).get("name")) == pool
+            _parsed(DEPLOYMENT, seen)
+            for seen in self.sight.every(DEPLOYMENT.plural, [namespace])
+            if seen.body is not None
+            and (((seen.body["spec"].get("kvCache") or {}).get("poolRef") or {}).get("name")) == pool
         ]
 
     async def get_child_deployment(self, namespace: str, name: str) -> k8s.V1Deployment | None:
@@ -115,7 +140,12 @@ class WatchedKube(Kube):
         if "deployments" not in self.sight.complete:
             return await super().get_child_deployment(namespace, name)
         seen = self.sight.get("deployments", namespace, name)
-        return k8s.V1Deployment.from_dict(seen.body) if seen is not None and seen.body is not None else None
+        if seen is None or seen.body is None:
+            return None
+        if "model" not in seen.made:
+            seen.made["model"] = k8s.V1Deployment.from_dict(seen.body)
+        found: k8s.V1Deployment | None = seen.made["model"]
+        return found
 
     async def list_pods(self, namespace: str, label_selector: str) -> list[k8s.V1Pod]:
         """As of :class:`Kube`; of the specs only how admin ports are served."""
@@ -144,33 +174,49 @@ class WatchedKube(Kube):
         if kind.plural not in self.sight.complete:
             return None
         seen = self.sight.get(kind.plural, namespace, name)
-        return parse(kind, seen.body) if seen is not None and seen.body is not None else None
+        return _parsed(kind, seen) if seen is not None and seen.body is not None else None
 
     # Children ---------------------------------------------------------------------------------------------------
 
     async def apply(self, *children: Child | Overridden) -> None:
         """As of :class:`Kube`, but for what was applied like this and has not been changed since."""
-        await super().apply(*(each for each in children if not self._stands(each)))
+        await super().apply(*(each for each in children if not self._stands(_mark(each))))
 
-    def _stands(self, each: Child | Overridden) -> bool:
-        child, body = (each.child, each.body) if isinstance(each, Overridden) else (each, each)
-        if isinstance(child, groups.Group):
+    async def apply_made_of(
+        self, sources: tuple[Resource[Any] | None, ...], make: Callable[[], Sequence[Child | Overridden]]
+    ) -> None:
+        """As of :class:`Kube`. Where the sources are as they were and all children stand, none is made."""
+        first = sources[0]
+        plural = next((kind.plural for kind in KINDS if first is not None and kind.kind == first.kind), "")
+        seen = self.sight.get(plural, first.meta.namespace, first.meta.name) if first is not None else None
+        if seen is None or seen.made.get("model") is not first:
+            await self.apply(*make())
+            return
+        known: _Made | None = seen.made.get("children")
+        if known is not None and known.of(sources) and all(self._stands(each) for each in known.children):
+            return
+        children = make()
+        marks = [_mark(each) for each in children]
+        await super().apply(*(each for each, mark in zip(children, marks, strict=True) if not self._stands(mark)))
+        kept = tuple(mark for mark in marks if mark is not None)
+        if len(kept) == len(marks):
+            seen.made["children"] = _Made(sources, kept)
+
+    def _stands(self, mark: _Mark | None) -> bool:
+        if mark is None:
             return False
-        key = _key(child)
         seconds = None
-        if key[0] in _UNWATCHED:
+        if mark.key[0] in _UNWATCHED:
             seconds = self._repair_seconds
-            if key[0] == "secrets" and self._starting(child):
+            if mark.key[0] == "secrets" and self._starting(mark):
                 seconds = min(seconds, STARTING_SECONDS)
-        return self.sight.stands(key, _digest(body), seconds)
+        return self.sight.stands(mark.key, mark.digest, seconds)
 
-    def _starting(self, child: Child) -> bool:
+    def _starting(self, mark: _Mark) -> bool:
         """Whether a pod of the fleet or pool waits to start: without its Secret it would wait for ever."""
-        marks = dict((child.metadata.labels if child.metadata is not None else None) or {})
-        wanted = {key: marks[key] for key in (labels.DEPLOYMENT, labels.POOL) if key in marks}
-        if not wanted:
+        if not mark.marks:
             return True
-        pods = self.sight.selected("pods", _key(child)[1], wanted)
+        pods = self.sight.selected("pods", mark.key[1], mark.marks)
         return any((pod.get("status") or {}).get("phase") == "Pending" for pod in pods)
 
     async def _check_owner(self, child: Any) -> None:
@@ -297,6 +343,25 @@ class WatchedKube(Kube):
         if plural in self.sight.complete:
             logger.warning("no event told of %s of %s; they are read from the API server", len(lost), plural)
         self.sight.complete.discard(plural)
+
+
+def _parsed(kind: Kind[T], seen: Seen) -> Resource[T]:
+    """The object, which nobody changes, parsed once."""
+    assert seen.body is not None
+    if "model" not in seen.made:
+        seen.made["model"] = parse(kind, seen.body)
+    found: Resource[T] = seen.made["model"]
+    return found
+
+
+def _mark(each: Child | Overridden) -> _Mark | None:
+    """None for what is applied each time."""
+    child, body = (each.child, each.body) if isinstance(each, Overridden) else (each, each)
+    if isinstance(child, groups.Group):
+        return None
+    marks = dict((child.metadata.labels if child.metadata is not None else None) or {})
+    wanted = {key: marks[key] for key in (labels.DEPLOYMENT, labels.POOL) if key in marks}
+    return _Mark(_key(child), _digest(body), wanted)
 
 
 def _key(child: Child) -> Key:

@@ -92,7 +92,7 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
     if spec.kv_cache is None or around.pool is not None:
         try:
             await needs.check(ctx, resource)
-            await ctx.kube.apply(*children(ctx, resource, around.pool))
+            await ctx.kube.apply_made_of((resource, pool), lambda: children(ctx, resource, pool))
             if spec.rollout.disruption_budget == "Off":
                 await ctx.kube.delete_budget(namespace, name, resource.meta.uid)
         except InvalidSpec as error:

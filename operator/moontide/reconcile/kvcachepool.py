@@ -53,6 +53,9 @@ _GAUGES = {
 _MORE = {"master_evicted_key_count_total": "evicted_keys"}
 """What the status can do without. The parser puts the ending to counters that lack it."""
 _SEGMENT = "segment_total_capacity_bytes"
+_NAMES = (*_GAUGES, *_MORE, *(name.removesuffix("_total") for name in _MORE), _SEGMENT)
+_LINES = tuple(line for name in _NAMES for line in (f"{name} ", f"{name}{{", f"# TYPE {name} "))
+"""How the lines begin that are read. A page has four hundred, and the parser is Python."""
 
 
 async def look_at_master(http: aiohttp.ClientSession, base: str) -> MasterState:
@@ -90,7 +93,8 @@ async def look_at_master(http: aiohttp.ClientSession, base: str) -> MasterState:
 def parse_gauges(text: str) -> dict[str, int]:
     """The gauges of a pool's status in the master's metrics. Raises ValueError for text that is no metrics page."""
     wanted, found = {**_GAUGES, **_MORE}, {}
-    for family in text_string_to_metric_families(text):
+    read = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(_LINES))
+    for family in text_string_to_metric_families(read):
         for sample in family.samples:
             if sample.name in wanted:
                 found[wanted[sample.name]] = int(sample.value)
@@ -143,9 +147,12 @@ async def _apply(ctx: Context, pool: Resource[KVCachePool]) -> tuple[status.Verd
     """Apply the children. None when it is done; else what to say, and the seconds until the next try."""
     try:
         await wipers.check(ctx, pool)
-        made: list[Child | Overridden] = [*children(ctx, pool)]
-        nodes = await storenodes.prepare(ctx, pool)
-        await ctx.kube.apply(*made, *([nodes] if nodes is not None else []))
+        if await storenodes.concerned(ctx, pool):
+            made: list[Child | Overridden] = [*children(ctx, pool)]
+            nodes = await storenodes.prepare(ctx, pool)
+            await ctx.kube.apply(*made, *([nodes] if nodes is not None else []))
+        else:
+            await ctx.kube.apply_made_of((pool,), lambda: children(ctx, pool))
     except InvalidSpec as error:
         again = needs.AGAIN_SECONDS if error.reason in needs.REASONS else ctx.config.resync_seconds
         return status.Verdict(READY, "False", error.reason, error.message), again

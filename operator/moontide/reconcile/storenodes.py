@@ -47,6 +47,14 @@ class Nodes:
         return StoreNodesStatus(replicas=self.total, ready=self.lending, leaving=leaving)
 
 
+async def concerned(ctx: Context, pool: Resource[KVCachePool]) -> bool:
+    """Whether the pool has memory nodes, or had some that are still there."""
+    if pool.model.spec.memory.store_nodes is not None:
+        return True
+    live = await ctx.kube.get_child_deployment(pool.meta.namespace, naming.store_nodes(pool.meta.name))
+    return live is not None and _ours(live, pool)
+
+
 async def prepare(ctx: Context, pool: Resource[KVCachePool]) -> k8s.V1Deployment | None:
     """The Deployment of the memory nodes to apply; None where there never were any.
 

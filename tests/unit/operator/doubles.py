@@ -192,6 +192,9 @@ class FakeKube:
     async def apply(self, *children: Any) -> None:
         self.applied += children
 
+    async def apply_made_of(self, sources: Any, make: Any) -> None:
+        await self.apply(*make())
+
     async def delete_budget(self, namespace: str, name: str, owner: str) -> bool:
         self.deleted.append((namespace, name))
         return True

@@ -105,6 +105,9 @@ class World:
                 if child.metadata.name == "kv-nodes":
                     self.live = child.spec.replicas
 
+    async def apply_made_of(self, sources: Any, make: Any) -> None:
+        await self.apply(*make())
+
     async def event(self, regarding: Any, reason: str, message: str, type: str = "Normal") -> None:
         self.said.append(("event", reason, message, type))
 

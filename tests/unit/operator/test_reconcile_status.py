@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 from types import SimpleNamespace
 from typing import Any, cast
@@ -259,6 +260,18 @@ async def _look(health: httpx.Response | Exception, metrics: httpx.Response) -> 
 async def test_a_serving_master() -> None:
     state = await _look(httpx.Response(200, json=SERVING), httpx.Response(200, text=METRICS))
     assert state == kvp.MasterState("", "", clients=2, keys=40, capacity_bytes=1000, allocated_bytes=123)
+
+
+async def test_what_else_a_master_says_is_not_read() -> None:
+    more = "master_key_count_by_tenant{tenant=} 7\nmaster_put_start_requests_total abc\n# TYPE master_other gauge\n"
+    counted = "# TYPE master_evicted_key_count counter\nmaster_evicted_key_count 9\n"
+    segments = 'segment_total_capacity_bytes{segment="a"} 5\nsegment_total_capacity_bytes{segment="b"} 0\n'
+    text = f"master_nof_allocated_bytes x\n{METRICS}{counted}# HELP a\n{segments}{more}"
+    state = await _look(httpx.Response(200, json=SERVING), httpx.Response(200, text=text))
+    wanted = kvp.MasterState("", "", clients=2, keys=40, capacity_bytes=1000, allocated_bytes=123, segments=1)
+    assert state == dataclasses.replace(wanted, evicted_keys=9)
+    state = await _look(httpx.Response(200, json=SERVING), httpx.Response(200, text=METRICS.replace("40", "forty")))
+    assert state.reason == "MasterUnreadable"
 
 
 @pytest.mark.parametrize(

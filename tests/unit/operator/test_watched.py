@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -300,6 +301,97 @@ async def test_a_fleet_is_read_as_it_was_seen_and_one_of_adopted_engines_is_not(
     sight.saw("inferencedeployments", adopted)
     assert await kube.get_deployment("ns", "chat") is None
     assert server.told() == [("get", "inferencedeployments")]
+
+
+class Maker:
+    """Makes a fleet's children, and counts."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.refusal: InvalidSpec | None = None
+
+    def __call__(self) -> tuple[Any, ...]:
+        self.times += 1
+        if self.refusal is not None:
+            raise self.refusal
+        return _secret(), _config()
+
+
+async def _at_rest(kube: WatchedKube, sight: Sight, maker: Maker) -> Any:
+    """A fleet whose children stand."""
+    sight.saw("inferencedeployments", _fleet(10, replicas=3))
+    fleet = await kube.get_deployment("ns", "chat")
+    await kube.apply_made_of((fleet, None), maker)
+    assert maker.times == 1
+    return fleet
+
+
+async def test_children_of_the_same_sources_are_not_made_again(
+    kube: WatchedKube, server: MemoryServer, sight: Sight
+) -> None:
+    maker = Maker()
+    fleet = await _at_rest(kube, sight, maker)
+    assert server.told() == [("get", "configmaps"), ("post", "secrets"), ("patch", "configmaps")]
+    again = await kube.get_deployment("ns", "chat")
+    assert again is fleet, "it is parsed once"
+    await kube.apply_made_of((again, None), maker)
+    assert (maker.times, server.told()) == (1, [])
+
+
+async def test_children_are_made_again_when_a_source_is_another(
+    kube: WatchedKube, server: MemoryServer, sight: Sight
+) -> None:
+    maker = Maker()
+    fleet = await _at_rest(kube, sight, maker)
+    await kube.apply_made_of((fleet, fleet), maker)
+    assert maker.times == 2, "another pool"
+    await kube.apply_made_of((fleet, fleet), maker)
+    assert maker.times == 2
+    sight.saw("inferencedeployments", _fleet(11, replicas=4))
+    await kube.apply_made_of((fleet, fleet), maker)
+    assert maker.times == 3, "the fleet was seen in another state meanwhile"
+    await kube.apply_made_of((await kube.get_deployment("ns", "chat"), fleet), maker)
+    assert maker.times == 4
+
+
+async def test_children_are_made_again_when_one_does_not_stand(
+    kube: WatchedKube, server: MemoryServer, sight: Sight, clock: Clock
+) -> None:
+    maker = Maker()
+    fleet = await _at_rest(kube, sight, maker)
+    changed = server.put(CONFIG_PATH, {**server.objects[CONFIG_PATH], "data": {"mooncake.json": "theirs"}})
+    sight.saw("configmaps", changed)
+    server.told()
+    await kube.apply_made_of((fleet, None), maker)
+    assert (maker.times, server.told()) == (2, [("patch", "configmaps")])
+    clock.now += 2 * REPAIR
+    await kube.apply_made_of((fleet, None), maker)
+    assert (maker.times, server.told()) == (3, [("patch", "secrets")]), "what is not watched is repaired by time"
+    sight.complete.discard("configmaps")
+    await kube.apply_made_of((fleet, None), maker)
+    assert (maker.times, server.told()) == (4, [("get", "configmaps"), ("patch", "configmaps")])
+
+
+async def test_a_refusal_is_said_each_time(kube: WatchedKube, server: MemoryServer, sight: Sight) -> None:
+    maker = Maker()
+    fleet = await _at_rest(kube, sight, maker)
+    maker.refusal = InvalidSpec("MemoryTooSmall", "no")
+    sight.saw("inferencedeployments", _fleet(11, replicas=4))
+    fleet = await kube.get_deployment("ns", "chat")
+    for _ in range(2):
+        with pytest.raises(InvalidSpec, match="no"):
+            await kube.apply_made_of((fleet, None), maker)
+    assert maker.times == 3
+
+
+async def test_children_of_what_was_read_from_the_api_server_are_made_each_time(
+    kube: WatchedKube, server: MemoryServer, sight: Sight
+) -> None:
+    maker = Maker()
+    fleet = await _at_rest(kube, sight, maker)
+    other = dataclasses.replace(fleet)
+    await kube.apply_made_of((other, None), maker)
+    assert maker.times == 2
 
 
 async def test_what_is_missing_is_found_by_comparing(kube: WatchedKube, server: MemoryServer, sight: Sight) -> None:
