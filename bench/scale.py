@@ -27,6 +27,7 @@ from typing import Any
 
 from bench.apiserver import Connections, Object, Plane, cpu_seconds, plane, quantile, resident_mib
 
+from hack.cluster.settings import load
 from moontide import labels, naming
 from tests.integration.conftest import (
     SERVICE_ACCOUNT,
@@ -311,10 +312,31 @@ def churn(world: World, pid: int, minutes: float) -> list[Object]:
         some = world.fleets[number % 5 :: 5]
         world.api.each("DELETE", [(world.path(FLEETS, *one), None) for one in some])
         world.api.each("POST", [(world.path(FLEETS, where), world.fleet(where, name)) for where, name in some])
-        world.settle(600)
+        settled = world.settle(600)
+        if len(settled) < len(world.fleets) + len(world.pools):
+            print(f"  churn: {len(settled)} converged in ten minutes", flush=True)
         rows.append({"minutes": (time.monotonic() - began) / 60, "rss_mib": resident_mib(pid)})
         print(f"  churn {rows[-1]['minutes']:5.1f} min {rows[-1]['rss_mib']:7.1f} MiB", flush=True)
     return rows
+
+
+@contextmanager
+def garbage_collector(made: Plane, folder: Path) -> Iterator[None]:
+    """The real one: without it the children of fleets that are gone stay, and new fleets cannot have their names."""
+    settings = load(made.name)
+    assert settings is not None
+    manager = made.tools / "kube-controller-manager"
+    command = [str(manager), f"--kubeconfig={settings.kubeconfig}", "--leader-elect=false"]
+    alone = ["--controllers=garbage-collector-controller", "--secure-port=0", "--bind-address=127.0.0.1"]
+    with (folder / "garbage-collector.log").open("wb") as log:
+        process = subprocess.Popen([*command, *alone], stdout=log, stderr=log)
+    try:
+        yield
+        if process.poll() is not None:
+            raise RuntimeError((folder / "garbage-collector.log").read_text()[-2000:])
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def slope(rows: Sequence[Object]) -> float:
@@ -402,7 +424,8 @@ def measure(label: str, tree: Path, options: argparse.Namespace, folder: Path) -
                 row["pods"] = watch_pods(world, operator.pid, options.pods)
                 print(f"  pods {row['pods']}", flush=True)
             if options.churn:
-                row["churn"] = churn(world, operator.pid, options.churn)
+                with garbage_collector(made, folder):
+                    row["churn"] = churn(world, operator.pid, options.churn)
                 row["churn_mib_an_hour"] = slope(row["churn"])
         finally:
             # One that is kept busy does not end in time, and is killed.
