@@ -31,6 +31,8 @@ class Image:
     loaded: bool = True
     arguments: tuple[tuple[str, str], ...] = ()
     """More build arguments, with their values."""
+    bare: bool = False
+    """Whether it must have no shell and no package manager."""
 
     @property
     def reference(self) -> str:
@@ -55,6 +57,7 @@ IMAGES = (
             "images/operator/strip.py",
         ),
         ("BASE_IMAGE", "base"),
+        bare=True,
     ),
     Image(
         "mooncake",

@@ -19,7 +19,7 @@ from hack.cluster.errors import ClusterError
 from hack.cluster.progress import Progress
 from hack.cluster.selfcheck import load_busybox
 from hack.cluster.settings import cache_root, repository_root
-from hack.images import base, sbom
+from hack.images import bare, base, sbom
 from hack.images.builder import Builder, choose
 from hack.images.catalogue import (
     CUDA_IMAGE,
@@ -192,6 +192,12 @@ def _build_one(image: Image, keys: dict[str, str], base_reference: str, builder:
         with tempfile.TemporaryDirectory(prefix="context-", dir=cache_root()) as context:
             _stage(image, Path(context))
             builder.build(Path(context), Path(context) / image.dockerfile, keyed, arguments)
+        if image.bare:
+            try:
+                bare.check(builder, keyed)
+            except ClusterError:
+                builder.remove(keyed)
+                raise
         progress.say(f"{image.reference}: built in {time.monotonic() - began:.1f} s")
     builder.tag(keyed, image.reference)
     for old in held:

@@ -45,7 +45,7 @@ def files(tars: Iterable[Path]) -> Files:
                 name = str(PurePosixPath(member.name.lstrip("/")))
                 place = PurePosixPath(name)
                 if place.name.startswith(".wh."):
-                    _remove(found, place)
+                    hide(found, place)
                 elif member.isfile() and (name == DPKG or _describes(place)):
                     content = layer.extractfile(member)
                     assert content is not None
@@ -54,8 +54,8 @@ def files(tars: Iterable[Path]) -> Files:
     return found
 
 
-def _remove(found: Files, mark: PurePosixPath) -> None:
-    """What a mark of removal hides in the layers below."""
+def hide(found: Files, mark: PurePosixPath) -> None:
+    """Take out what a mark of removal hides in the layers below."""
     gone = str(mark.parent if mark.name == ".wh..wh..opq" else mark.with_name(mark.name.removeprefix(".wh.")))
     for name in [each for each in found if each == gone or each.startswith(f"{gone}/")]:
         del found[name]
