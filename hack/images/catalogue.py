@@ -62,7 +62,7 @@ IMAGES = (
     Image(
         "mooncake",
         "images/mooncake/Dockerfile",
-        ("engine_patches", "requirements/engine-cpu.txt"),
+        ("engine_patches", "requirements/mooncake.txt", "requirements/build.txt"),
         ("BASE_IMAGE", "base"),
     ),
     Image("etcd", "images/etcd/Dockerfile", (), ("BASE_IMAGE", "base")),
@@ -72,6 +72,7 @@ IMAGES = (
         (
             "requirements/engine-cpu.txt",
             "requirements/engine-cpu.overrides.txt",
+            "requirements/build.txt",
             "images/engine/trim-cpu-env.sh",
         ),
         ("BASE_IMAGE", "base"),
@@ -88,7 +89,12 @@ def _of_release(release: str) -> tuple[Image, Image]:
     environment = Image(
         f"{name}-env",
         "images/engine/Dockerfile.cpu-env",
-        (f"requirements/{pins}.txt", f"requirements/{pins}.overrides.txt", "images/engine/trim-cpu-env.sh"),
+        (
+            f"requirements/{pins}.txt",
+            f"requirements/{pins}.overrides.txt",
+            "requirements/build.txt",
+            "images/engine/trim-cpu-env.sh",
+        ),
         ("BASE_IMAGE", "base"),
         loaded=False,
         arguments=(("PINS", pins),),
@@ -105,15 +111,26 @@ DEMO_IMAGE = Image(
     "engine-cpu-demo", "images/engine/Dockerfile.cpu-demo", ("hack/tinymodels/make.py",), ("ENGINE_IMAGE", "engine-cpu")
 )
 # Made only on demand: its base comes from a registry.
-CUDA_IMAGE = Image("engine", "images/engine/Dockerfile", ("engine_patches",), ("BASE_IMAGE", None), loaded=False)
+CUDA_IMAGE = Image(
+    "engine",
+    "images/engine/Dockerfile",
+    (
+        "engine_patches",
+        "requirements/build.txt",
+        "requirements/mooncake-cuda12.txt",
+        "requirements/mooncake-cuda13.txt",
+    ),
+    ("BASE_IMAGE", None),
+    loaded=False,
+)
 
 
 def by_name(name: str) -> Image:
     """The image of that name."""
-    for image in (*IMAGES, *RELEASE_IMAGES, DEMO_IMAGE, CUDA_IMAGE):
-        if image.name == name:
-            return image
-    raise ClusterError(f"there is no image {name!r}: {', '.join(image.name for image in IMAGES)}")
+    every = {image.name: image for image in (*IMAGES, *RELEASE_IMAGES, DEMO_IMAGE, CUDA_IMAGE)}
+    if name not in every:
+        raise ClusterError(f"there is no image {name!r}: {', '.join(every)}")
+    return every[name]
 
 
 def with_parents(names: Iterable[str]) -> list[Image]:

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     keys = commands.add_parser("keys", help="Print each image's name with the key of its present content.")
     keys.add_argument("--base-image", help="as for build")
     bill = commands.add_parser("sbom", help="Print what a built image holds, as CycloneDX JSON.")
-    bill.add_argument("image", choices=[*names, *(image.name for image in RELEASE_IMAGES if image.loaded)])
+    bill.add_argument("image", help="one of ours, as it was last built, or HOST/PATH:TAG that the builder holds")
     bill.add_argument("--builder", choices=("auto", "buildah", "docker"), default="auto")
     test = commands.add_parser("busybox", help="Load a busybox test image into the local cluster and print its name.")
     test.add_argument("--name", default=defaults.DEFAULT_NAME, help="the local cluster's name (default: %(default)s)")
@@ -206,13 +206,16 @@ def _build_one(image: Image, keys: dict[str, str], base_reference: str, builder:
 
 
 def _sbom(options: argparse.Namespace) -> str:
-    """The SBOM of an image as it was last built."""
+    """The SBOM of an image as it was last built, or of any that the builder holds by this name."""
+    ours = "/" not in options.image
+    reference = by_name(options.image).reference if ours else options.image
     builder = choose(Progress(quiet=True), options.builder)
-    reference = by_name(options.image).reference
     if not builder.has(reference):
         command = f"python3 -m hack.images build {options.image} --cluster none"
-        raise ClusterError(f"{reference} is not built; run: {command}")
-    return sbom.document(builder, reference, base.SUITE)
+        raise ClusterError(
+            f"{reference} is not built; run: {command}" if ours else f"{builder.name} holds no image {reference}"
+        )
+    return sbom.document(builder, reference)
 
 
 def image_reference(name: str, keys: dict[str, str]) -> str:

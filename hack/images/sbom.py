@@ -10,18 +10,25 @@ from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
+from hack.cluster.errors import ClusterError
 from hack.cluster.settings import cache_root
 from hack.images.builder import Builder
 
 Files = dict[str, str]
 DPKG = "var/lib/dpkg/status"
+RELEASE = "usr/lib/os-release"
 
 
-def document(builder: Builder, reference: str, distribution: str) -> str:
-    """The SBOM of an image that the builder holds. ``distribution``: Debian's name, for the packages' URLs."""
+def document(builder: Builder, reference: str) -> str:
+    """The SBOM of an image that the builder holds. Raises ClusterError for one that has nothing of what we know."""
     with tempfile.TemporaryDirectory(prefix="sbom-", dir=cache_root()) as folder:
         builder.to_layout(reference, Path(folder))
-        return render(reference, components(files(layers(Path(folder))), distribution))
+        found = components(files(layers(Path(folder))))
+    if not found:
+        raise ClusterError(
+            f"{reference} has neither Debian packages nor Python distributions, and nothing else is read"
+        )
+    return render(reference, found)
 
 
 def layers(layout: Path) -> list[Path]:
@@ -46,7 +53,7 @@ def files(tars: Iterable[Path]) -> Files:
                 place = PurePosixPath(name)
                 if place.name.startswith(".wh."):
                     hide(found, place)
-                elif member.isfile() and (name == DPKG or _describes(place)):
+                elif member.isfile() and (name in (DPKG, RELEASE) or _describes(place)):
                     content = layer.extractfile(member)
                     assert content is not None
                     added[name] = content.read().decode(errors="replace")
@@ -65,14 +72,21 @@ def _describes(place: PurePosixPath) -> bool:
     return place.name == "METADATA" and place.parent.name.endswith(".dist-info")
 
 
-def components(found: Mapping[str, str], distribution: str) -> list[dict[str, str]]:
+def components(found: Mapping[str, str]) -> list[dict[str, str]]:
     """A component each, in the order of their package URLs."""
-    made = [_debian(*each, distribution) for each in _packages(found.get(DPKG, ""))]
+    system = _system(found.get(RELEASE, ""))
+    made = [_debian(*each, *system) for each in _packages(found.get(DPKG, ""))]
     for name, text in found.items():
-        if name != DPKG:
+        if name not in (DPKG, RELEASE):
             said = HeaderParser().parsestr(text)
             made.append(_python(str(said["Name"]), str(said["Version"])))
     return [one for _, one in sorted({each["purl"]: each for each in made}.items())]
+
+
+def _system(release: str) -> tuple[str, str]:
+    """Vendor and suite that os-release names, for the packages' URLs; ("debian", "") where it names none."""
+    said = dict(line.split("=", 1) for line in release.splitlines() if "=" in line)
+    return said.get("ID", "debian").strip('"'), said.get("VERSION_CODENAME", "").strip('"')
 
 
 def _packages(status: str) -> Iterator[tuple[str, str, str]]:
@@ -83,8 +97,10 @@ def _packages(status: str) -> Iterator[tuple[str, str, str]]:
             yield str(said["Package"]), str(said["Version"]), str(said["Architecture"])
 
 
-def _debian(name: str, version: str, architecture: str, distribution: str) -> dict[str, str]:
-    purl = f"pkg:deb/debian/{quote(name)}@{quote(version)}?arch={architecture}&distro={distribution}"
+def _debian(name: str, version: str, architecture: str, vendor: str, suite: str) -> dict[str, str]:
+    purl = f"pkg:deb/{vendor}/{quote(name)}@{quote(version)}?arch={architecture}" + (
+        f"&distro={suite}" if suite else ""
+    )
     return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
 
 

@@ -134,5 +134,5 @@ def test_every_dockerfile_ends_as_an_unprivileged_user_and_copies_only_its_input
 def test_no_secret_is_given_to_a_build(image: Image) -> None:
     text = (repository_root() / image.dockerfile).read_text()
     arguments = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
-    named = {"BASE_IMAGE", "ENV_IMAGE", "ENGINE_IMAGE", "SSL_CERT_FILE", "PIP_CERT", "UV_VERSION", "MOONCAKE_PACKAGE"}
+    named = {"BASE_IMAGE", "ENV_IMAGE", "ENGINE_IMAGE", "SSL_CERT_FILE", "PIP_CERT", "UV_VERSION", "MOONCAKE"}
     assert arguments <= {*named, "PINS", "VLLM_VERSION"}

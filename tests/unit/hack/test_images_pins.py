@@ -1,9 +1,11 @@
-"""The operator's image installs what requirements/operator.txt asks for, each distribution pinned with its hashes."""
+"""Images install distributions that are pinned with their hashes; the CPU engine's are pinned by version alone."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from hack.cluster.settings import repository_root
@@ -11,9 +13,12 @@ from hack.cluster.settings import repository_root
 FOLDER = repository_root() / "requirements"
 
 
-def pins() -> dict[str, tuple[str, int]]:
+HASHED = ("operator-image", "build", "mooncake", "mooncake-cuda12", "mooncake-cuda13")
+
+
+def pins(name: str = "operator-image") -> dict[str, tuple[str, int]]:
     """Version and number of hashes of each distribution."""
-    text = (FOLDER / "operator-image.txt").read_text().replace("\\\n", " ")
+    text = (FOLDER / f"{name}.txt").read_text().replace("\\\n", " ")
     found = {}
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -34,8 +39,39 @@ def test_every_distribution_of_the_operators_image_is_pinned_and_hashed() -> Non
     assert "hatchling" in found
 
 
-def test_the_image_takes_nothing_else() -> None:
-    steps = (FOLDER.parent / "images" / "operator" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    installs = [line for line in steps if "pip install" in line]
-    assert len(installs) == 2
-    assert all("--require-hashes" in line or "--no-deps --no-build-isolation" in line for line in installs)
+@pytest.mark.parametrize("name", HASHED)
+def test_pins_are_whole_and_name_no_index(name: str) -> None:
+    assert all(hashes >= 1 for _, hashes in pins(name).values())
+    assert not re.search(r"--(extra-)?index-url|--find-links|://", (FOLDER / f"{name}.txt").read_text())
+
+
+def test_master_and_engines_have_one_client_and_the_same_of_all_else() -> None:
+    def version(text: str, name: str) -> str | None:
+        found = re.search(rf"^{name}==([^\s;]+)", text, re.MULTILINE)
+        return found and found[1]
+
+    client = pins("mooncake")["mooncake-transfer-engine-non-cuda"][0]
+    for engine in sorted(FOLDER.glob("engine-cpu*.txt")):
+        text = engine.read_text()
+        if engine.name.endswith(".overrides.txt"):
+            continue
+        for name, (pinned, _) in {**pins("mooncake"), **pins("build")}.items():
+            assert version(text, name) in (pinned, None), f"{name} of {engine.name}"
+        assert version(text, "mooncake-transfer-engine-non-cuda") == client
+    assert pins("mooncake-cuda13")["mooncake-transfer-engine-cuda13"][0] == client
+    assert pins("mooncake-cuda12")["mooncake-transfer-engine"][0] == client
+    assert pins("build")["hatchling"] == pins()["hatchling"]
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER.parent / "images").rglob("Dockerfile*")), ids=lambda path: path.name)
+def test_no_image_takes_what_is_not_pinned(path: Path) -> None:
+    steps = path.read_text().replace("\\\n", " ").splitlines()
+    installs = [part for line in steps for part in line.split("&&") if "pip install" in part]
+    for each in installs:
+        pinned = "--require-hashes --only-binary :all:" in each or "--no-deps --no-build-isolation" in each
+        # The CPU engine, for demo and tests: its closure is pinned whole, by version.
+        of_cpu = path.name == "Dockerfile.cpu-env" and ("--override" in each or '"uv==${UV_VERSION}"' in each)
+        assert pinned or of_cpu, each
+    assert installs or path.parent.name == "etcd" or path.name == "Dockerfile.cpu-demo"
+    # Not even what builds them.
+    assert ">=" not in path.read_text()
