@@ -25,7 +25,9 @@ FILES = [
 
 def test_examples_are_found() -> None:
     assert len([path for path in FILES if path.parent.name == "from"]) >= 4
-    assert any(path.parent.name == "demo" for path in FILES)
+    for name in ("demo", "cluster"):
+        kinds = {each["kind"] for path in FILES if path.parent.name == name for each in _objects(path)}
+        assert kinds >= set(KINDS), f"examples/{name} is no whole set"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -1,12 +1,14 @@
 """Upgrade and rollback of a release whose CRDs differ: what stays, what comes, and what a rollback hides.
 
-Last, since the CRDs are deleted first: only a release that made them may change them.
+Last, since the CRDs are deleted first: only a release that made them may change them. With ``-s`` it prints what
+docs/upgrade.md shows.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ def _helm(kubectl: Any, operator: Any, tools: Path, tmp_path: Path) -> Iterator[
         environ = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
         assert done.returncode == 0, done.stderr
+        _tell("helm", *arguments, "-n", NAMESPACE, said=done.stdout)
         return done.stdout
 
     # The session's, if a test before needed it on this API server: it ends when a CRD goes.
@@ -44,6 +47,12 @@ def _helm(kubectl: Any, operator: Any, tools: Path, tmp_path: Path) -> Iterator[
     kubectl("apply", *CRDS)
     kubectl("wait", "--for=condition=Established", "--timeout=30s", *CRDS)
     kubectl("delete", "namespace", NAMESPACE, "--wait=false", "--ignore-not-found")
+
+
+def _tell(*command: str, said: str) -> None:
+    """For people: a command, as one would write it in a checkout, and its output."""
+    words = [{str(chart.CHART): "charts/moontide"}.get(each, each) for each in command]
+    print(f"$ {shlex.join(Path(each).name if each.startswith('/') else each for each in words)}\n{said.strip()}\n")
 
 
 @pytest.fixture(name="older")
@@ -78,10 +87,13 @@ def test_an_upgrade_brings_fields_and_a_rollback_hides_them(
         return json.loads(kubectl(*command, stdin=json.dumps(made)))["spec"].get(FIELD) is True
 
     def field() -> bool:
+        spec = ("get", "polv", "policy", "-n", namespace, "-o", "jsonpath={.spec}")
+        _tell("kubectl", *spec, said=kubectl(*spec))
         return kubectl.must_get("polv", "policy", namespace)["spec"].get(FIELD) is True
 
     def write(**spec: Any) -> None:
-        kubectl("patch", "polv", "policy", "-n", namespace, "--type=merge", "-p", json.dumps({"spec": spec}))
+        patch = ("patch", "polv", "policy", "-n", namespace, "--type=merge", "-p", json.dumps({"spec": spec}))
+        _tell("kubectl", *patch, said=kubectl(*patch))
 
     helm("install", "moontide", str(older), "--create-namespace")
     kubectl("wait", "--for=condition=Established", "--timeout=30s", *CRDS)
@@ -119,6 +131,8 @@ def test_an_upgrade_brings_fields_and_a_rollback_hides_them(
     # A write under the older CRD is what drops it.
     assert not field()
     assert uids() == before
+
+    helm("history", "moontide")
 
     # Handing the CRDs over to kubectl does not delete them, nor does the end of the release.
     helm("upgrade", "moontide", str(chart.CHART), "--set", "crds.install=false")
