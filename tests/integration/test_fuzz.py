@@ -27,6 +27,7 @@ COUNT = int(os.environ.get("MOONTIDE_FUZZ", "100"))
 SEED = int(os.environ.get("MOONTIDE_FUZZ_SEED", "1"))
 BATCH = 100
 API = "moontide.dev/v1alpha1"
+CANNOT = 'InferenceDeployment in version "v1alpha1" cannot be handled as a InferenceDeployment:'
 
 
 def _base(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -244,6 +245,23 @@ def test_wild_specs_disturb_nothing(calm: tuple[Stage, Any]) -> None:
     stage.wait_current("calm", 2)
     errors = [line for line in _whole_lines(operator.log()) if "error" in json.loads(line)]
     assert errors == []
+
+
+def test_the_worst_refusal_is_the_api_servers_own(make_stage: Any) -> None:
+    """The longest of all that a run has met, which docs/security.md quotes: an object for a word, and 4,096 letters."""
+    fields = ("../../../etc/passwd", "0.0000001m", "a" * 4096)
+    assert set(fields) <= set(HOSTILE)
+    body = put(FLEET, ("spec", "service", "type"), dict.fromkeys(fields, 1))
+    with make_stage() as (stage, _), pytest.raises(AssertionError) as refusal:
+        stage.api("POST", stage.path("InferenceDeployment") + "?fieldValidation=Strict", body)
+    text = said(str(refusal.value))
+    unknown = ", ".join(f'unknown field "spec.service.type.{field}"' for field in fields)
+    assert text == f"{CANNOT} strict decoding error: {unknown}"
+    assert len(text) == 4340
+    assert sentence(text)
+    assert f"{CANNOT} strict decoding error: {unknown}".replace(fields[-1], "aaaa…") in " ".join(
+        (ROOT / "docs" / "security.md").read_text().split()
+    )
 
 
 def _whole_lines(log: str) -> list[str]:
