@@ -102,6 +102,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "s3://bucket/a/",
             "file://a",
             "gs://b/a",
+            # A hub's cache on a claim, as llm-d-modelservice names it.
+            "pvc+hf://claim/org/name",
         )
     ),
     *(
