@@ -29,6 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "moontide-system"
 SERVICE_ACCOUNT = "moontide-operator"
 RESYNC_SECONDS = 4
+LEASE_SECONDS = 60
+"""A machine that is busy for seconds is no subject, but where a test says so."""
+PATIENCE = 60
+"""Seconds for what comes at once where a processor is free."""
 
 
 class Kubectl:
@@ -150,7 +154,7 @@ def _bare(tools: Path, cluster_name: str) -> Iterator[Kubectl]:
 def _kubectl(bare: Kubectl) -> Kubectl:
     """The cluster with the CRDs as `kubectl apply -f crds/` leaves them."""
     bare("apply", "-f", str(ROOT / "crds"))
-    bare("wait", "--for=condition=Established", "--timeout=30s", "-f", str(ROOT / "crds"))
+    bare("wait", "--for=condition=Established", "--timeout=60s", "-f", str(ROOT / "crds"))
     bare("create", "namespace", SYSTEM)
     return bare
 
@@ -205,6 +209,7 @@ class Operator:
             "MOONTIDE_LIVENESS_PORT": str(self.liveness_port),
             "MOONTIDE_METRICS_PORT": str(self.metrics_port),
             "MOONTIDE_RESYNC_SECONDS": str(RESYNC_SECONDS),
+            "MOONTIDE_LEASE_SECONDS": str(LEASE_SECONDS),
             "MOONTIDE_TOKEN_OVERLAP_SECONDS": "1",
             "MOONTIDE_ENGINE_IMAGE": "engine.test/moontide:1",
             **self._environ,
@@ -218,7 +223,7 @@ class Operator:
         assert self._process is not None
         assert self._process.poll() is None, f"the operator has ended:\n{self.log()[-4000:]}"
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as answer:
                 status: int = answer.status
                 return status
         except urllib.error.HTTPError as error:
@@ -249,10 +254,10 @@ class Operator:
             return 0
         process.send_signal(how)
         try:
-            return process.wait(20)
+            return process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(5)
+            process.wait(PATIENCE)
             raise
 
     def log(self) -> str:
