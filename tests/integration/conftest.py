@@ -23,7 +23,7 @@ import yaml
 
 from hack.cluster.errors import ClusterError
 from hack.cluster.reads import Reads
-from tests.integration.stage import Stage, proxied
+from tests.integration.stage import CRDS, Stage, proxied
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "moontide-system"
@@ -77,6 +77,12 @@ class Kubectl:
         said = self._reads.refusal(body)
         assert said, f"the API server takes {body}"
         return said
+
+    def wait_served(self, *crds: str) -> None:
+        """Wait until the kinds of these CRDs are served, and listed: whoever names a kind looks for it there."""
+        self("wait", "--for=condition=Established", "--timeout=60s", *(f"crd/{each}" for each in crds))
+        listed = ("api-resources", "-o", "name")
+        wait_for("the kinds", lambda: set(crds) <= set(self.run(*listed, check=False).stdout.split()))
 
     def get(self, kind: str, name: str, namespace: str) -> dict[str, Any] | None:
         """The object, or None when there is none."""
@@ -154,7 +160,7 @@ def _bare(tools: Path, cluster_name: str) -> Iterator[Kubectl]:
 def _kubectl(bare: Kubectl) -> Kubectl:
     """The cluster with the CRDs as `kubectl apply -f crds/` leaves them."""
     bare("apply", "-f", str(ROOT / "crds"))
-    bare("wait", "--for=condition=Established", "--timeout=60s", "-f", str(ROOT / "crds"))
+    bare.wait_served(*CRDS)
     bare("create", "namespace", SYSTEM)
     return bare
 

@@ -22,6 +22,7 @@ PLURALS = {
     "PolicyVersion": "policyversions",
     "InferenceDeployment": "inferencedeployments",
 }
+CRDS = tuple(f"{plural}.moontide.dev" for plural in PLURALS.values())
 
 RESOLVING = """
 import runpy, socket

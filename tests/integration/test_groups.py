@@ -68,7 +68,7 @@ def test_a_replica_of_two_pods(
     assert kubectl.get("deployment", "chat", namespace) is None
 
     kubectl.apply(CRD)
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", f"crd/{KIND}")
+    kubectl.wait_served(KIND)
     made = wait_for("the groups", lambda: kubectl.get(KIND, "chat", namespace))
     assert made["spec"]["replicas"] == 2
     assert made["spec"]["leaderWorkerTemplate"]["size"] == 2
@@ -97,7 +97,7 @@ def test_a_set_of_others_is_left_alone(
     kubectl: Any, operator: Any, kind: None, namespace: str, wait_for: Any, condition: Any
 ) -> None:
     kubectl.apply(CRD)
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", f"crd/{KIND}")
+    kubectl.wait_served(KIND)
     metadata = {"name": "chat", "namespace": namespace}
     theirs = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "metadata": metadata}
     kubectl.apply({**theirs, "spec": {"replicas": 7}})

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from moontide import labels
+from tests.integration.stage import CRDS
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEET: dict[str, Any] = {
@@ -72,7 +73,7 @@ def test_one_namespace_with_a_role(
             kubectl.apply({**FLEET, "metadata": {"name": "chat", "namespace": where}})
         wait_for("the fleet", lambda: kubectl.get("deployment", "chat", namespace))
         kubectl("scale", "deployment", "chat", "-n", namespace, "--replicas=3")
-        wait_for("drift", lambda: kubectl.must_get("deployment", "chat", namespace)["spec"]["replicas"] == 1, 20)
+        wait_for("drift", lambda: kubectl.must_get("deployment", "chat", namespace)["spec"]["replicas"] == 1)
         assert kubectl.get("deployment", "chat", f"{namespace}-other") is None
         assert "forbidden" not in running.log().lower()
         running.stop()
@@ -92,14 +93,14 @@ def test_helm_with_crds_keeps_them_when_it_goes(kubectl: Any, helm: Helm, namesp
     kubectl("delete", "-f", str(ROOT / "crds"), "--timeout=60s")
     chart = str(ROOT / "charts/moontide")
     helm("install", "moontide", chart, "-n", "whole", "--create-namespace", "--set", "image=moontide.test/operator:1")
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(ROOT / "crds"))
+    kubectl.wait_served(*CRDS)
     deployment = kubectl.must_get("deployment", "moontide-operator", "whole")
     assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "moontide.test/operator:1"
     kubectl.apply({**FLEET, "metadata": {"name": "chat", "namespace": namespace}})
     helm("upgrade", "moontide", chart, "-n", "whole", "--set", "logLevel=DEBUG")
     helm("uninstall", "moontide", "-n", "whole")
     assert kubectl.get("ifd", "chat", namespace) is not None
-    kubectl("delete", "ifd", "chat", "-n", namespace, "--timeout=10s")
+    kubectl("delete", "ifd", "chat", "-n", namespace, "--timeout=60s")
 
 
 @pytest.mark.parametrize(

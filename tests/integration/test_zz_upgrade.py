@@ -20,10 +20,11 @@ import yaml
 
 from hack import chart
 from moontide.kube.kinds import KINDS
+from tests.integration.stage import CRDS
 
 Helm = Callable[..., str]
 NAMESPACE = "upgraded"
-CRDS = ("-f", str(chart.CHART.parents[1] / "crds"))
+MANIFESTS = ("-f", str(chart.CHART.parents[1] / "crds"))
 FIELD = "suspend"
 """What the older release does not know."""
 
@@ -40,12 +41,12 @@ def _helm(kubectl: Any, operator: Any, tools: Path, tmp_path: Path) -> Iterator[
 
     # The session's, if a test before needed it on this API server: it ends when a CRD goes.
     assert operator.stop() == 0
-    kubectl("delete", *CRDS, "--timeout=60s", "--ignore-not-found")
+    kubectl("delete", *MANIFESTS, "--timeout=60s", "--ignore-not-found")
     yield run
     # As the session's other tests know it.
-    kubectl("delete", *CRDS, "--timeout=60s", "--ignore-not-found")
-    kubectl("apply", *CRDS)
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", *CRDS)
+    kubectl("delete", *MANIFESTS, "--timeout=60s", "--ignore-not-found")
+    kubectl("apply", *MANIFESTS)
+    kubectl.wait_served(*CRDS)
     kubectl("delete", "namespace", NAMESPACE, "--wait=false", "--ignore-not-found")
 
 
@@ -96,7 +97,7 @@ def test_an_upgrade_brings_fields_and_a_rollback_hides_them(
         _tell("kubectl", *patch, said=kubectl(*patch))
 
     helm("install", "moontide", str(older), "--create-namespace")
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", *CRDS)
+    kubectl.wait_served(*CRDS)
     assert not knows()
     about = {"apiVersion": "moontide.dev/v1alpha1", "metadata": {"name": "policy", "namespace": namespace}}
     kubectl.apply(
@@ -109,25 +110,25 @@ def test_an_upgrade_brings_fields_and_a_rollback_hides_them(
 
     notes = helm("upgrade", "moontide", str(chart.CHART))
     assert "helm rollback moontide -n upgraded" in notes
-    wait_for("the new field is kept", knows, 30)
+    wait_for("the new field is kept", knows)
     assert uids() == before
     write(**{FIELD: True})
     assert field()
 
     helm("rollback", "moontide", "1")
-    wait_for("the new field is not kept", lambda: not knows(), 30)
+    wait_for("the new field is not kept", lambda: not knows())
     assert uids() == before
     # Hidden, and still stored: nothing has written the object since.
     assert not field()
     helm("rollback", "moontide", "2")
-    wait_for("the new field is kept again", knows, 30)
+    wait_for("the new field is kept again", knows)
     assert field()
 
     helm("rollback", "moontide", "1")
-    wait_for("the new field is not kept", lambda: not knows(), 30)
+    wait_for("the new field is not kept", lambda: not knows())
     write(version=2)
     helm("upgrade", "moontide", str(chart.CHART))
-    wait_for("the new field is kept", knows, 30)
+    wait_for("the new field is kept", knows)
     # A write under the older CRD is what drops it.
     assert not field()
     assert uids() == before
