@@ -69,12 +69,12 @@ class FlakyApi:
         ready = threading.Event()
         thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(ready),))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         try:
             yield self
         finally:
             self._loop.call_soon_threadsafe(self._stopped.set)
-            thread.join(20)
+            thread.join(60)
             self._loop.close()
 
     def kubeconfig(self, of: Path) -> Path:

@@ -45,7 +45,7 @@ class Api:
     def __call__(self, method: str, path: str, body: object = None, *, may_be_gone: bool = False) -> Any:
         """The answer's body; AssertionError with what it said when it is no success. None, where ``may_be_gone``, of
         what is not there any more."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
             data = None if body is None else json.dumps(body)
@@ -70,7 +70,7 @@ def proxied(kubectl: Any) -> Iterator[Api]:
         yield Api(int(proxy.stdout.readline().rpartition(":")[2]))
     finally:
         proxy.kill()
-        proxy.wait(5)
+        proxy.wait(60)
         proxy.stdout.close()
 
 
@@ -102,7 +102,7 @@ class Stage:
     def close(self) -> None:
         """End the doubles."""
         self._doubles.kill()
-        self._doubles.communicate(timeout=5)
+        self._doubles.communicate(timeout=60)
 
     def double(self, do: str, **order: object) -> Any:
         """Have the doubles do something; see ``fleet_double.Doubles``."""

@@ -54,7 +54,11 @@ def test_a_fleet_changes_its_policy_before_during_and_after_the_rollout_to_tls(
             stage.double("change", names=sorted(stage.double("states")), weights=version)
             stage.ask("chat", version=version)
             epoch = stage.wait_current("chat", version)
-            assert [tuple(each) for each in stage.double("states").values()] == [("open", epoch)] * 2
+            # A newcomer, and one that did not answer for a moment, is not waited for.
+            wait_for(
+                "both serve",
+                lambda: [tuple(each) for each in stage.double("states").values()] == [("open", epoch)] * 2,
+            )
 
         asked = {"spec": {"engine": {"adminTlsSecretRef": {"name": "chat-tls"}}}}
         stage.api("PATCH", stage.path("InferenceDeployment", "chat"), asked)

@@ -199,7 +199,7 @@ class InUse:
         wait_for("the policy acts", lambda: self.delete("kvp", "kv", "--dry-run=server").stderr, 60)
 
     def delete(self, kind: str, name: str, *more: str) -> Any:
-        return self.kubectl.run("delete", kind, name, "-n", self.namespace, "--timeout=20s", *more, check=False)
+        return self.kubectl.run("delete", kind, name, "-n", self.namespace, "--timeout=60s", *more, check=False)
 
     def close(self) -> None:
         for each in self.policies:
@@ -242,7 +242,7 @@ def test_deny_keeps_it_until_no_fleet_names_it(in_use: Any, wait_for: Any) -> No
         assert said in done.stderr
     assert there.delete("polv", "elsewhere").returncode == 0
     assert there.delete("ifd", "chat").returncode == 0
-    wait_for("the pool may go", lambda: there.delete("kvp", "kv").returncode == 0, 30)
+    wait_for("the pool may go", lambda: there.delete("kvp", "kv").returncode == 0)
 
 
 def test_deny_does_not_hold_up_the_end_of_a_namespace(kubectl: Any, wait_for: Any) -> None:

@@ -111,13 +111,15 @@ def _scene(make_stage: Callable[..., Any]) -> Iterator[Scene]:
 def test_an_api_server_that_was_away_is_come_back_to(scene: Scene, fault: int | str) -> None:
     epoch, pid = scene.epoch(), scene.operator.pid
     scene.events()
+    began = time.monotonic()
     scene.flaky.fault = Fault(fault)
     scene.flaky.cut()
     time.sleep(AWAY_SECONDS / 4)
     scene.bump()
     time.sleep(AWAY_SECONDS)
-    away, scene.flaky.fault = scene.flaky.fault, None
-    assert [event for event in scene.events() if "step" in event] == [], "it acts on a policy that it cannot have seen"
+    early = [event for event in scene.events() if "step" in event]
+    away, scene.flaky.fault, seconds = scene.flaky.fault, None, time.monotonic() - began
+    assert early == [], "it acts on a policy that it cannot have seen"
     assert scene.wait_current() == epoch + 1
     # Only a watch can tell of a resource that is new.
     scene.stage.create("PolicyVersion", f"new-{fault}", {"version": 1})
@@ -127,8 +129,8 @@ def test_an_api_server_that_was_away_is_come_back_to(scene: Scene, fault: int | 
     scene.events()
     assert scene.operator.pid == pid
     assert scene.operator.http(scene.operator.liveness_port, "/healthz") == 200
-    print(f"{fault}: {away.hits} requests within {AWAY_SECONDS * 1.25:.0f} s")
-    assert away.hits < 200, "a refused request is not repeated at once"
+    print(f"{fault}: {away.hits} requests within {seconds:.0f} s")
+    assert away.hits < 40 * seconds, "a refused request is not repeated at once"
 
 
 @pytest.mark.parametrize("fault", [409, 429, 503, DROP, LOSE], ids=str)
@@ -151,12 +153,17 @@ def test_a_change_under_way_survives_a_status_that_cannot_be_written(
 
 
 def test_versions_in_a_hurry_end_at_the_last(scene: Scene) -> None:
-    epoch, first = scene.epoch(), scene.version + 1
-    scene.events()
-    began = time.monotonic()
-    for _ in range(3):
-        scene.bump()
-    assert time.monotonic() - began < 2
+    hurry = False
+    for _ in range(5):
+        epoch, first = scene.wait_current(), scene.version + 1
+        scene.events()
+        began = time.monotonic()
+        for _ in range(3):
+            scene.bump()
+        # On a machine that stood still it was none.
+        if hurry := time.monotonic() - began < 2:
+            break
+    assert hurry
     last = scene.wait_current()
     events = scene.events()
     assert epoch < last <= epoch + 3
@@ -198,7 +205,7 @@ def test_a_large_spec_is_refused_or_carried_out_and_can_be_deleted(scene: Scene,
     scene.stage.wait_for("its Deployment", lambda: kubectl.get("deployment", "large", namespace))
     found = kubectl.must_get("ifd", "large", namespace)["metadata"]
     assert set(found["annotations"]) == {"kubectl.kubernetes.io/last-applied-configuration"}
-    kubectl("delete", "ifd", "large", "-n", namespace, "--timeout=20s")
+    kubectl("delete", "ifd", "large", "-n", namespace, "--timeout=60s")
     assert kubectl.get("ifd", "large", namespace) is None
 
     env[0]["value"] = "x" * 40_000

@@ -26,7 +26,7 @@ def _serving(operators_of: Callable[[str], Any], namespace: str, released_lease:
 
 def _asked(operator: Any) -> float:
     """Requests so far, but those of the watches and the Lease."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{operator.metrics_port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{operator.metrics_port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return sum(float(each) for each in re.findall(r"^moontide_api_requests_total\{.*\} (\S+)$", text, re.MULTILINE))
 

@@ -79,6 +79,8 @@ def _here(make_stage: Any, tools: Path, kubectl: Any, kit: Any) -> Iterator[tupl
         stage.pool()
         stage.fleet("chat", fences=False, replicas=3, weights="Unchecked")
         stage.wait_current("chat", 1)
+        # A policy is current before its first replica has come up, too.
+        kit.wait_for("three serve", lambda: stage.status("chat")["replicas"]["summary"] == "3/3")
         yield stage, stage.folder / "operator.log"
 
 
@@ -135,6 +137,8 @@ def test_a_change_is_rehearsed_followed_and_drawn(term: Terminal, wait_for: Call
                     planned[action["of"]].append(action["step"])
         assert told == planned
         assert set(map(tuple, told.values())) == {("quiesce", "drain", "reset", "admit", "resume")}
+        # The operator logs and leaves Events beside what it does.
+        wait_for("its log", lambda: all(f"resume {name}: done" in term.log.read_text() for name in names))
         recorder.begin("after")
         look(recorder, stage.namespace, "chat")
         saved(recorder, stage, term.log)

@@ -308,7 +308,7 @@ def test_a_server_that_is_not_to_be_trusted(hand: Hand, options: dict[str, Any],
 
 def test_the_commands(hand: Hand, capsys: pytest.CaptureFixture[str], threads: list[threading.Thread]) -> None:
     assert hand.main("prepare", "policy", "43") == DONE
-    assert hand.main("wait", "policy", "--for=prepared", "--timeout=1") == LATE
+    assert hand.main("wait", "policy", "--for=prepared", "--timeout=5") == LATE
     assert hand.main("commit", "policy") == FAILED
     hand.epoch = 2
     hand.prepared("43")
@@ -322,7 +322,7 @@ def test_the_commands(hand: Hand, capsys: pytest.CaptureFixture[str], threads: l
     assert hand.main("reset", "policy", "--wait") == DONE
     assert hand.get()["spec"]["resetNonce"]
     assert hand.main("bump", "policy", "step-44") == DONE
-    assert hand.main("wait", "policy", "--timeout=1s") == LATE
+    assert hand.main("wait", "policy", "--timeout=5s") == LATE
     assert "has not looked at generation" in capsys.readouterr().err
     assert hand.main("prepare", "policy", "45") == DONE
     assert hand.main("abort", "policy") == DONE

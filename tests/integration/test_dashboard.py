@@ -40,7 +40,7 @@ class Prometheus:
 
     def __call__(self, path: str, **parameters: str) -> Any:
         """The answer's data. Raises OSError while it does not serve."""
-        with urllib.request.urlopen(f"{self._url}/{path}?{urllib.parse.urlencode(parameters)}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self._url}/{path}?{urllib.parse.urlencode(parameters)}", timeout=60) as answer:
             return json.load(answer)["data"]
 
     def up(self) -> list[str]:
@@ -88,7 +88,7 @@ def _running(folder: Path, port: int, scrapes: list[dict[str, Any]], rules: dict
         yield Prometheus(port)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def _story(stage: Stage, wait_for: Any) -> None:

@@ -239,7 +239,7 @@ class Theatre:
                 self._die(case)
                 said = self._effects()
                 if case.scenario.abandoned:
-                    stage.wait_for("closed engines", lambda: {s for s, _ in self._states().values()} == {"closed"}, 20)
+                    stage.wait_for("closed engines", lambda: {s for s, _ in self._states().values()} == {"closed"})
                 self._raise()
             if last:
                 break
@@ -264,9 +264,9 @@ class Theatre:
         after = self._effects()
         allotted = sum(each.name == "write of the allotment" for each in effects(case.scenario))
         assert reached == epoch + allotted, f"from epoch {epoch} to {reached} for {allotted} changes"
-        states = self._states()
-        assert set(states.values()) == {("open", reached)}, states
-        assert len(states) == 2
+        # One that did not answer for a moment is not waited for.
+        stage.wait_for("all serve", lambda: set(self._states().values()) == {("open", reached)})
+        assert len(self._states()) == 2
         return f"{case} ({took:.1f} s)\n    killed after: {said}\n    the next one: {after}"
 
     def _prepared(self, name: str) -> bool:

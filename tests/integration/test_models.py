@@ -43,8 +43,13 @@ def test_what_is_missing_is_a_condition_and_changes_nothing_that_runs(
         kubectl.must_get("ifd", "chat", namespace)
     )
     assert kubectl.get("deployment", "chat", namespace) is None
-    events = json.loads(kubectl("get", "events", "-n", namespace, "-o", "json"))["items"]
-    assert [each["type"] for each in events if each["reason"] == "SecretMissing"] == ["Warning"]
+
+    def told() -> list[str]:
+        events = json.loads(kubectl("get", "events", "-n", namespace, "-o", "json"))["items"]
+        return [each["type"] for each in events if each["reason"] == "SecretMissing"]
+
+    # The status is written first.
+    assert wait_for("an Event", told) == ["Warning"]
 
     kubectl.apply(_secret(namespace, "hub"))
     before = wait_for("the fleet starts", lambda: kubectl.get("deployment", "chat", namespace))["spec"]

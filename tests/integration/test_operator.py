@@ -164,19 +164,17 @@ def test_scale_subresource(kubectl: Any, fleet: str, wait_for: Any) -> None:
 
 def test_drift_is_repaired(kubectl: Any, fleet: str, wait_for: Any) -> None:
     kubectl("scale", "deployment", "chat", "-n", fleet, "--replicas=5")
-    wait_for("replicas", lambda: kubectl.must_get("deployment", "chat", fleet)["spec"]["replicas"] == 2, 20)
+    wait_for("replicas", lambda: kubectl.must_get("deployment", "chat", fleet)["spec"]["replicas"] == 2)
     patch = {"spec": {"selector": {"moontide.dev/deployment": "elsewhere"}}}
     kubectl("patch", "service", "chat", "-n", fleet, "--type=merge", "-p", json.dumps(patch))
     wait_for(
         "the Service's selector",
         lambda: kubectl.must_get("service", "chat", fleet)["spec"]["selector"]["moontide.dev/deployment"] == "chat",
-        20,
     )
     kubectl("patch", "configmap", "chat-mooncake", "-n", fleet, "--type=merge", "-p", '{"data":{"mooncake.json":"{}"}}')
     wait_for(
         "the configuration",
         lambda: "P2PHANDSHAKE" in kubectl.must_get("configmap", "chat-mooncake", fleet)["data"]["mooncake.json"],
-        20,
     )
     kubectl("patch", "secret", "chat-admin", "-n", fleet, "--type=merge", "-p", '{"data":{"token":"eA=="}}')
     wait_for(
@@ -207,12 +205,20 @@ def test_at_rest_nothing_is_written(kubectl: Any, operator: Any, fleet: str, wai
         managed = [each["metadata"]["managedFields"] for each in json.loads(found)["items"]]
         return all(any(each["operation"] == "Apply" for each in fields) for fields in managed)
 
-    # Conditions move for a moment after the children appear.
+    def counted() -> bool:
+        """What was made has reached every status."""
+        kinds = (("ifd", "chat"), ("kvp", "kv"), ("polv", "policy"), ("deployment", "kv-master"))
+        chat, pool, policy, master = (kubectl.must_get(*each, fleet).get("status") or {} for each in kinds)
+        found = len(chat.get("closed", ())), pool.get("deployments"), (policy.get("replicas") or {}).get("total")
+        return (*found, master.get("replicas")) == (2, ["chat"], 2, 1)
+
+    wait_for("every status", counted)
+    # Conditions move for a moment after that.
     last = versions()
 
     def settled() -> bool:
         nonlocal last
-        time.sleep(2)
+        time.sleep(5)
         before, last = last, versions()
         return before == last and owned()
 
@@ -238,12 +244,17 @@ def test_missing_pool_is_a_condition_and_nothing_is_started(
     )
     assert condition(kubectl.get("ifd", "chat", namespace), "Available") == ("False", "NotCreated")
     assert kubectl.get("deployment", "chat", namespace) is None
-    events = json.loads(kubectl("get", "events", "-n", namespace, "-o", "json"))["items"]
-    warnings = [each for each in events if each["reason"] == "PoolNotFound"]
+
+    def told() -> list[dict[str, Any]]:
+        events = json.loads(kubectl("get", "events", "-n", namespace, "-o", "json"))["items"]
+        return [each for each in events if each["reason"] == "PoolNotFound"]
+
+    # The status is written first.
+    warnings = wait_for("an Event", told)
     assert [(each["type"], each["involvedObject"]["name"]) for each in warnings] == [("Warning", "chat")]
 
     kubectl.apply(_pool(namespace))
-    wait_for("the fleet starts", lambda: kubectl.get("deployment", "chat", namespace), 30)
+    wait_for("the fleet starts", lambda: kubectl.get("deployment", "chat", namespace))
 
 
 def test_a_pool_that_goes_changes_nothing_that_runs(kubectl: Any, fleet: str, wait_for: Any, condition: Any) -> None:
@@ -368,7 +379,7 @@ def test_deletion_leaves_nothing_and_does_not_hang(
         operator.stop()
     try:
         for kind, name in (("polv", "policy"), ("ifd", "chat"), ("kvp", "kv")):
-            kubectl("delete", kind, name, "-n", fleet, "--timeout=10s")
+            kubectl("delete", kind, name, "-n", fleet, "--timeout=60s")
             assert kubectl.get(kind, name, fleet) is None
         for kind, name in ALL:
             wait_for(f"{kind} {name} is gone", lambda kind=kind, name=name: kubectl.get(kind, name, fleet) is None, 120)

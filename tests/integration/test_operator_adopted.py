@@ -72,7 +72,7 @@ class Launcher:
         try:
             headers = {"authorization": f"Bearer {self.token}"}
             found: dict[str, Any] = httpx.get(
-                f"{url}/moontide/v1/status", headers=headers, trust_env=False, timeout=10
+                f"{url}/moontide/v1/status", headers=headers, trust_env=False, timeout=60
             ).json()
         except httpx.HTTPError:
             return {"state": "", "epoch": -1, "reason": ""}
@@ -113,7 +113,7 @@ def test_engines_are_adopted_updated_and_let_go(launcher: Launcher, kubectl: Any
     launcher.launch(second, "b1")
     launcher.list(first, second)
     wait_for("both serve", lambda: launcher.serves(first, 1) and launcher.serves(second, 1))
-    wait_for("both count", lambda: launcher.status.get("current") == "2/2", 30)
+    wait_for("both count", lambda: launcher.status.get("current") == "2/2")
     assert launcher.marks == {"a1": first, "b1": second}
     assert [kubectl.get(kind, "chat", launcher.namespace) for kind in ("deployment", "service")] == [None, None]
 
@@ -127,9 +127,9 @@ def test_engines_are_adopted_updated_and_let_go(launcher: Launcher, kubectl: Any
 
     launcher.list(first)
     wait_for("the other is closed", lambda: launcher.says(second)["reason"] == "RemovedFromEndpoints")
-    wait_for("and forgotten", lambda: launcher.marks == {"a1": first}, 30)
+    wait_for("and forgotten", lambda: launcher.marks == {"a1": first})
     assert launcher.serves(first, update.epoch)
-    wait_for("it does not count", lambda: launcher.status.get("current") == "1/1", 30)
+    wait_for("it does not count", lambda: launcher.status.get("current") == "1/1")
 
 
 def test_a_silent_engine_holds_a_change_up_until_it_is_known_to_be_gone(launcher: Launcher, wait_for: Any) -> None:
@@ -146,13 +146,13 @@ def test_a_silent_engine_holds_a_change_up_until_it_is_known_to_be_gone(launcher
     launcher.kill(second)
     launcher.list(first, gone=("b1",))
     wait_for("it goes on", lambda: launcher.serves(first, 2))
-    wait_for("forgotten", lambda: launcher.marks == {"a1": first}, 30)
+    wait_for("forgotten", lambda: launcher.marks == {"a1": first})
 
     # An engine that restarts behind its URL is another one.
     launcher.kill(first)
     launcher.launch(first, "a2")
     wait_for("the new one serves", lambda: launcher.serves(first, 2))
-    wait_for("it has taken the place", lambda: launcher.marks == {"a2": first}, 30)
+    wait_for("it has taken the place", lambda: launcher.marks == {"a2": first})
 
 
 def test_an_engine_of_another_fleet_is_left_alone(launcher: Launcher, wait_for: Any) -> None:
@@ -218,5 +218,9 @@ def test_the_admin_token_is_rotated_when_asked_and_not_before_the_engine_takes_t
     assert launcher.serves(url, 2)
     launcher.bump(9)
     wait_for("a change with the new one", lambda: launcher.serves(url, 3))
-    events = json.loads(kubectl("get", "events", "-n", launcher.namespace, "-o", "json"))["items"]
-    assert {"TokenRotating", "TokenRotated"} <= {each["reason"] for each in events}
+
+    def told() -> set[str]:
+        events = json.loads(kubectl("get", "events", "-n", launcher.namespace, "-o", "json"))["items"]
+        return {each["reason"] for each in events}
+
+    wait_for("Events", lambda: {"TokenRotating", "TokenRotated"} <= told())

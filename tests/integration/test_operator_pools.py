@@ -53,7 +53,7 @@ def test_a_dedicated_pool_has_one_fleet(
     wait_for("the second is told", lambda: _why(kubectl, condition, "second", namespace) == ("False", "PoolTaken"))
     assert kubectl.get("deployment", "second", namespace) is None
     assert kubectl.must_get("deployment", "first", namespace)["metadata"]["generation"] == before
-    kubectl("delete", "ifd", "first", "-n", namespace, "--timeout=20s")
+    kubectl("delete", "ifd", "first", "-n", namespace, "--timeout=60s")
     wait_for("the second gets it", lambda: kubectl.get("deployment", "second", namespace))
 
 

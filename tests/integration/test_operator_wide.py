@@ -118,13 +118,14 @@ def test_fleets_of_another_namespace_follow_as_far_as_they_are_allowed(
     wait_for("a refusal", lambda: far.condition()[1] == "PolicyNotAllowed")
     assert f"add {far.namespace} to its spec.allowedNamespaces" in far.condition()[2]
     assert far.says() == ("closed", 0)
-    assert _status(home)["replicas"]["total"] == 1
+    # What tells people of a look is written beside what is done.
+    wait_for("one counts", lambda: _status(home)["replicas"]["total"] == 1)
 
     # Nobody touches the other fleet: the policy's change wakes it.
     _policy(home, allowedNamespaces=allowed)
     wait_for("the other serves", lambda: far.says() == ("open", 1))
-    wait_for("it says so", lambda: far.condition()[1] == "Current", 20)
-    wait_for("both count", lambda: _status(home)["replicas"]["summary"] == "2/2", 20)
+    wait_for("it says so", lambda: far.condition()[1] == "Current")
+    wait_for("both count", lambda: _status(home)["replicas"]["summary"] == "2/2")
     assert {each["name"] for each in _status(home)["members"]} == {"chat", f"{far.namespace}/chat"}
 
     options = {"namespace": home.namespace, "kubeconfig": home.kubectl.kubeconfig}

@@ -74,7 +74,8 @@ def test_engines_that_fell_back_are_made_anew_one_at_a_time(make_stage: Any, wai
         assert left in _names(stage)
         assert _events(stage) == [event]
 
-        _kubelet(stage, uid)
+        # Its ReplicaSet may not have made the new pod yet.
+        wait_for("a pod in its place", lambda: _two(_kubelet(stage, uid)))
         wait_for("the other is made anew", lambda: not first & _names(stage))
         # Both may be of the same second.
         events = wait_for("its Event", lambda: [each for each in _events(stage) if each != event])
