@@ -19,6 +19,7 @@ from moontide import labels
 from tests.unit.operator.doubles import TOKENS, Cluster
 
 OVERLAP_SECONDS = 0.8
+TICK_SECONDS = 0.01
 LAGS = (0.05, 0.3, 0.6)
 """Seconds after which a holder's token file is what the Secret is."""
 
@@ -35,7 +36,9 @@ class World(Cluster):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         config = replace(self.ctx.config, token_overlap_seconds=OVERLAP_SECONDS)
-        self.ctx = replace(self.ctx, now=lambda: dt.datetime.now(dt.UTC), config=config)
+        self.clock = dt.datetime.now(dt.UTC)
+        self.asking = False
+        self.ctx = replace(self.ctx, now=lambda: self.clock, config=config)
         self.failures: list[str] = []
         self.over = False
 
@@ -68,6 +71,13 @@ class World(Cluster):
             os.replace(late, self.path(holder))
             await asyncio.sleep(0.02)
 
+    async def ticks(self) -> None:
+        """Time, which stands still while this process does, and while the test asks what is so for a while only."""
+        while not self.over:
+            await asyncio.sleep(TICK_SECONDS)
+            if not self.asking:
+                self.clock += dt.timedelta(seconds=TICK_SECONDS)
+
     @abstractmethod
     async def told(self, token: str) -> list[str]:
         """What each holder says to this token; empty where it is taken."""
@@ -81,7 +91,7 @@ class World(Cluster):
     async def rotate_twice(self, *work: Coroutine[Any, Any, None]) -> None:
         """Twice under this load, which ends when :attr:`over` is set. Each holder takes what it has to all along."""
         all_take, none_takes = [""] * len(LAGS), ["Http401"] * len(LAGS)
-        tasks = asyncio.gather(*work)
+        tasks = asyncio.gather(*work, self.ticks())
         await asyncio.sleep(0.3)
         old = TOKENS.derive(self.uid)
         assert self.secret == old
@@ -89,10 +99,12 @@ class World(Cluster):
         self.ask("november")
         await self.until("Introducing")
         await self.until("Overlapping")
+        self.asking = True
         # The old one is taken all along, the new one from now on, by every holder.
         kept, new = self.secret, TOKENS.derive(self.uid, self.token["rotation"])
         assert sorted(kept.split()) == sorted([old, new])
         assert await self.told(old) == await self.told(new) == all_take
+        self.asking = False
         await self.until("Current")
         assert await self.told(old) == none_takes
         assert await self.told(new) == all_take
