@@ -16,7 +16,7 @@ import pytest
 
 from hack.demo.cold import References
 from hack.demo.fleet import Fleet, Replica
-from hack.demo.kube import Kube
+from hack.demo.kube import Kube, wait
 from hack.demo.load import Load
 from hack.demo.prompts import Prompts
 from moontide import labels, naming
@@ -38,7 +38,8 @@ def short_overlap(kube: Kube) -> Iterator[None]:
 
     before = release.environment(kube, OVERLAP)
     try:
-        restarted("10")
+        # Longer than a change takes on a machine that stands still for a while: one must see it.
+        restarted("25")
         yield
     finally:
         restarted(before)
@@ -77,7 +78,7 @@ def _tokens(fleet: Fleet, what: Rotated) -> list[str]:
 def _takes(replica: Replica, token: str) -> int:
     """What a replica's admin port answers to a token."""
     url, headers = f"{replica.admin}/moontide/v1/status", {"Authorization": f"Bearer {token}"}
-    return httpx.get(url, headers=headers, timeout=30, trust_env=False).status_code
+    return httpx.get(url, headers=headers, timeout=60, trust_env=False).status_code
 
 
 def _counts(fleet: Fleet, token: str) -> int:
@@ -133,8 +134,12 @@ def test_a_rotation_under_load_costs_no_request_no_change_and_no_restart(
     (new_of_wiper,) = _tokens(fleet, wiper)
     assert new_of_wiper != old_of_wiper
     assert (_counts(fleet, old_of_wiper), _counts(fleet, new_of_wiper)) == (401, 200)
-    events = [each for each in kube.list("events", fleet.namespace) if each.get("reason") == "TokenRotated"]
-    assert {each["involvedObject"]["kind"] for each in events} == {"InferenceDeployment", "KVCachePool"}
+
+    def told() -> bool:
+        events = [each for each in kube.list("events", fleet.namespace) if each.get("reason") == "TokenRotated"]
+        return {each["involvedObject"]["kind"] for each in events} == {"InferenceDeployment", "KVCachePool"}
+
+    wait(lambda: told() or None, 60, "Events")
 
     trainer.change(None, hold=False)
     version = str(fleet.get_policy()["spec"]["version"])

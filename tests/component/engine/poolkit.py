@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -42,9 +43,12 @@ class Pool(kit.Master):
         url = f"http://127.0.0.1:{METRICS}/health"
         assert kit.get(url) is None, f"something else listens on port {METRICS}"
         program = str(Path(sys.executable).with_name("mooncake_master"))
-        command = [program, f"-rpc_port={PORT}", f"-metrics_port={METRICS}", "-client_ttl=4", *self._flags]
+        # A machine that stands still for seconds is no subject: keys of a client that is not heard would be lost.
+        command = [program, f"-rpc_port={PORT}", f"-metrics_port={METRICS}", "-client_ttl=30", *self._flags]
         self.process = kit.spawn(command, {}, self.folder / "pool-master.log")
-        kit.wait_for("master", lambda: (r := kit.get(url)) is not None and r.status_code == 200, 20, self.process)
+        kit.wait_for(
+            "master", lambda: (r := kit.get(url)) is not None and r.status_code == 200, kit.PATIENCE, self.process
+        )
 
     def metric(self, name: str) -> float:
         """One gauge or counter of the master."""
@@ -56,7 +60,7 @@ class Pool(kit.Master):
         """A memory node that lends."""
         made = Node(self.folder, len(self.nodes), segment, drain_seconds)
         self.nodes.append(made)
-        kit.wait_for("the node lends", lambda: made.state == "lending", 30, made.process)
+        kit.wait_for("the node lends", lambda: made.state == "lending", kit.PATIENCE, made.process)
         return made
 
     def client(self, segment: int = 0) -> Any:
@@ -124,6 +128,10 @@ class Node:
 
         kit.wait_for("the node ends", ended, seconds)
         assert self.process.popen.returncode == 0, self.process.tail()
+        if not last.get("ended"):
+            # It serves its last state for two seconds: whoever comes later finds it in its log.
+            lines = self.process.log.read_text().splitlines()
+            last.update(json.loads(next(line for line in lines if "segment-drained" in line)))
         return last
 
 

@@ -73,7 +73,8 @@ def ask(replica: kit.Replica, model: str) -> tuple[list[int], dict[str, float]]:
 
 def test_adapters_and_speculation_keep_to_gate_epoch_and_store(fleet: kit.Fleet) -> None:
     (replica,) = fleet.replicas
-    assert httpx.post(f"{replica.inference}/v1/completions", json={}, verify=False).status_code == 503
+    url = f"{replica.inference}/v1/completions"
+    assert httpx.post(url, json={}, timeout=kit.PATIENCE, verify=False).status_code == 503
     status = replica.status()
     assert status["fence"]["supported"] is True, status["fence"]
     fleet.bump(salted=True)
@@ -117,7 +118,7 @@ def test_adapters_are_loaded_with_the_admin_token_only(fleet: kit.Fleet) -> None
     (replica,) = fleet.replicas
     fleet.bump(salted=True)
     route, body = "/v1/load_lora_adapter", {"lora_name": "again", "lora_path": str(fleet.folder / "tide")}
-    answer = httpx.post(replica.inference + route, json=body, verify=False)
+    answer = httpx.post(replica.inference + route, json=body, timeout=kit.PATIENCE, verify=False)
     assert answer.status_code in (401, 403, 404), answer.text
     assert replica.post(route, body, token=None).status_code == 401
     assert replica.post(route, body).status_code == 200

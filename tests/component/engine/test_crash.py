@@ -75,7 +75,7 @@ def test_a_frozen_replica_costs_the_others_seconds(open_fleet: kit.Fleet, third:
     print(f"external hits counted: {promised:g} of {tokens} prompt tokens")
     # Hits are counted when they are promised, and a request is promised what it cannot get twice at most.
     assert promised <= 2 * tokens
-    kit.wait_for("the frozen one's memory", lambda: len(open_fleet.master.segments()) == 3, 30)
+    kit.wait_for("the frozen one's memory", lambda: len(open_fleet.master.segments()) == 3, kit.PATIENCE)
 
 
 def test_blocks_in_the_memory_of_a_killed_replica_are_computed_again(open_fleet: kit.Fleet, third: kit.Replica) -> None:
@@ -88,7 +88,7 @@ def test_blocks_in_the_memory_of_a_killed_replica_are_computed_again(open_fleet:
     log = survivor.process.log
     before = log.read_text(errors="replace").count("Failed to get")
     third.process.signal(signal.SIGKILL)
-    third.process.popen.wait(30)
+    third.process.popen.wait(kit.PATIENCE)
     began = time.monotonic()
     # Two while the master still promises what is gone, the last one when it has noticed.
     for prompt, answer in zip(texts[:2], cold, strict=False):

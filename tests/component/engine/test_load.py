@@ -208,7 +208,7 @@ def test_a_load_that_takes_long(loader: Loader, tmp_path: Path) -> None:
         code, refused = loader.replica.command("admit", loader.epoch, version="50")
         assert (code, refused["reason"]) == (409, "Loading")
         assert loader.replica.post("/resume").status_code == 409
-        kit.wait_for("the pause to end", lambda: loader.replica.status()["state"] == "closed", 20)
+        kit.wait_for("the pause to end", lambda: loader.replica.status()["state"] == "closed", kit.PATIENCE)
         assert loader.replica.status()["loading"]["running"]
     finally:
         # Whoever opens it, often enough for both ranks and each look: not a checkpoint.
@@ -239,7 +239,7 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(loader: Loader) -> No
     loader.open("53")
     with ThreadPoolExecutor(1) as pool:
         flight = pool.submit(loader.replica.complete, "a long story", 400)
-        kit.wait_for("a running request", lambda: loader.replica.status()["running"] > 0, 20)
+        kit.wait_for("a running request", lambda: loader.replica.status()["running"] > 0, kit.PATIENCE)
         loader.pause(mode="keep")
         assert loader.load(loader.models["a"], "54", timeoutSeconds=5)["reason"] == "RequestsRunning"
         assert loader.load(loader.models["a"], "54", keep=True)["success"]

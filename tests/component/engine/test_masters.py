@@ -26,7 +26,7 @@ def masters(tmp_path: Path) -> Iterator[masterkit.Masters]:
 def client(masters: masterkit.Masters) -> Iterator[masterkit.Client]:
     masters.leader()
     made = masterkit.Client(masters)
-    kit.wait_for("the client", lambda: made.put(KEPT) == len(KEPT), 30)
+    kit.wait_for("the client", lambda: made.put(KEPT) == len(KEPT), kit.PATIENCE)
     assert made.put(OLD) == len(OLD)
     yield made
     made.end()
@@ -36,7 +36,7 @@ def test_a_wipe_that_was_verified_outlives_the_leader(masters: masterkit.Masters
     first = masters.leader()
     for standby in masters.all:
         if standby is not first:
-            assert standby.wipe("old", 2.0)["reason"] == "NotLeader"
+            assert standby.wipe("old")["reason"] == "NotLeader"
     answer = first.wipe("old")
     assert (answer["success"], answer["removed"]) == (True, len(OLD)), answer
     first.process.signal(signal.SIGKILL)

@@ -204,7 +204,7 @@ class Stream:
 
     def __enter__(self) -> Stream:
         self._flight = self._fleet.pool.submit(self._run)
-        kit.wait_for("the stream", lambda: self.chunks > 4, 30)
+        kit.wait_for("the stream", lambda: self.chunks > 4, kit.PATIENCE)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -301,7 +301,7 @@ def test_a_stopped_rank_bounds_every_answer_and_all_is_well_afterwards(tp2: kit.
         assert (code, answer["reason"]) == (409, "NotClean")
     finally:
         os.kill(worker, signal.SIGCONT)
-    kit.wait_for("the engine to answer again", lambda: replica.status()["responsive"], 30)
+    kit.wait_for("the engine to answer again", lambda: replica.status()["responsive"], kit.PATIENCE)
     assert replica.status()["clean"] is False
     works(tp2, "rank 1 goes on")
 
@@ -455,14 +455,16 @@ def test_the_offline_engine_is_told_the_same_and_two_deployments_share_a_store(
         prompt = text("of two deployments")
         cold = offline.ask("complete", prompt=prompt)
         assert cold["external"] == 0
-        kit.wait_for("its saves", lambda: tp2.master.keys(f"{OTHER}@") and tp2.settled(), 10)
+        kit.wait_for("its saves", lambda: tp2.master.keys(f"{OTHER}@") and tp2.settled(), kit.PATIENCE)
         others = set(tp2.master.keys(f"{OTHER}@"))
         # The server's reset is none of the other's business.
         tp2.saved(replica, prompt)
         assert reset_at_last(replica)["removed"] > 0
         assert tp2.master.keys(f"{kit.NAMESPACE}@") == []
         assert set(tp2.master.keys(f"{OTHER}@")) == others
-        kit.wait_for("its reset", lambda: offline.ask("reset", running=False, connector=False)["answer"] is True, 10)
+        kit.wait_for(
+            "its reset", lambda: offline.ask("reset", running=False, connector=False)["answer"] is True, kit.PATIENCE
+        )
         warm = offline.ask("complete", prompt=prompt)
         assert warm["external"] > 0
         assert warm["tokens"] == cold["tokens"]
@@ -499,11 +501,11 @@ def test_every_data_parallel_rank_is_quiesced_and_drained(dp2: kit.Fleet, stage:
     for rank in (0, 1):
         epoch = dp2.next_epoch()
         flight = dp2.background(replica.complete, "a long story", 1500, rank)
-        kit.wait_for("a running request", lambda: replica.status()["running"] == 1, 20)
+        kit.wait_for("a running request", lambda: replica.status()["running"] == 1, kit.PATIENCE)
         _, answer = replica.command("quiesce", epoch, timeoutSeconds=0.3)
         assert (answer["success"], answer["reason"], answer["running"]) == (False, "RequestsRunning", 1)
         replica.succeed("quiesce", epoch, mode="abort")
-        assert flight.result(20).finish == "abort"
+        assert flight.result(kit.PATIENCE).finish == "abort"
         dp2.bump()
         stage.late.hold(0)
         assert replica.complete(text(f"late save of {rank}"), rank=rank).status == 200
@@ -521,7 +523,7 @@ def test_every_data_parallel_rank_is_reset_and_salted(dp2: kit.Fleet) -> None:
     replica = dp2.replicas[0]
     prompt = text("by one rank for the other")
     cold = replica.complete(prompt, rank=0)
-    kit.wait_for("saves", lambda: dp2.master.keys() and dp2.settled(), 20)
+    kit.wait_for("saves", lambda: dp2.master.keys() and dp2.settled(), kit.PATIENCE)
     shared, hits = replica.hits(prompt, rank=1)
     assert hits["external"] > 0
     assert hits["local"] == 0
@@ -555,7 +557,7 @@ def test_every_data_parallel_rank_is_reset_and_salted(dp2: kit.Fleet) -> None:
 def test_a_data_parallel_rank_that_refuses_keeps_the_store_from_being_wiped(dp2: kit.Fleet, stage: Stage) -> None:
     replica = dp2.replicas[0]
     assert replica.complete(text("saved by one"), rank=0).status == 200
-    kit.wait_for("saves", lambda: dp2.master.keys() and dp2.settled(), 20)
+    kit.wait_for("saves", lambda: dp2.master.keys() and dp2.settled(), kit.PATIENCE)
     kept = set(dp2.master.keys())
     stage.late.hold(0)
     assert replica.complete(text("late by the other"), rank=1).status == 200

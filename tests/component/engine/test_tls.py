@@ -43,7 +43,7 @@ def secured(
 def client(authority: Authority) -> httpx.Client:
     headers = {"authorization": f"Bearer {kit.TOKEN}"}
     context = ssl.create_default_context(cafile=authority.certificate)
-    return httpx.Client(verify=context, headers=headers, trust_env=False, timeout=30)
+    return httpx.Client(verify=context, headers=headers, trust_env=False, timeout=kit.PATIENCE)
 
 
 def ask(http: httpx.Client, method: str, path: str, body: object = None) -> httpx.Response:

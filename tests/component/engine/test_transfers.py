@@ -11,8 +11,8 @@ import peers
 import pytest
 
 PORT, METRICS = 18154, 18155
-BOUND = 20.0
-"""Seconds; stock needs 60, we 5 for a load and 10 for a save."""
+BOUND = 40.0
+"""Seconds; stock needs 60, we 5 for a load and 10 for a save, and a busy machine may need some."""
 
 
 @pytest.fixture
@@ -49,7 +49,9 @@ def test_a_load_from_a_frozen_owner_ends_and_writes_nothing_afterwards(pair: tup
     # What was on its way arrives within milliseconds of the thaw.
     time.sleep(2)
     assert user.ask("changed")["bytes"] == 0
-    kit.wait_for("the owner's memory to be lent again", lambda: user.ask("put", "y")["codes"] == {"0": peers.KEYS}, 30)
+    kit.wait_for(
+        "the owner's memory to be lent again", lambda: user.ask("put", "y")["codes"] == {"0": peers.KEYS}, kit.PATIENCE
+    )
     user.ask("mark")
     again = user.ask("get", "y")
     assert (again["codes"], again["all"]) == ({str(peers.PORTION): peers.KEYS}, True)
@@ -64,4 +66,6 @@ def test_a_save_to_a_frozen_owner_ends(pair: tuple[peers.Peer, peers.Peer]) -> N
     print(f"a save to a frozen owner ended after {frozen['seconds']:.1f} s: {frozen['codes']}")
     assert frozen["seconds"] < BOUND
     assert all(int(code) < 0 for code in frozen["codes"])
-    kit.wait_for("the owner's memory to be lent again", lambda: user.ask("put", "z")["codes"] == {"0": peers.KEYS}, 30)
+    kit.wait_for(
+        "the owner's memory to be lent again", lambda: user.ask("put", "z")["codes"] == {"0": peers.KEYS}, kit.PATIENCE
+    )

@@ -36,6 +36,7 @@ from moontide_engine.patches import reset_truth_store as truth
 
 TIMEOUT = 1.0
 SLOW = 2.5
+LATE = 5.0
 HASHES = [b"h" * 32]
 Scheduler = kit.quietly("vllm.v1.core.sched.scheduler").Scheduler
 PATCHES = (store_reset.PATCH, reset_truth.PATCH)
@@ -130,7 +131,7 @@ class Peer:
 
     def __enter__(self) -> Peer:
         self._thread.start()
-        assert self._bound.wait(5)
+        assert self._bound.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -155,6 +156,12 @@ class Peer:
                 answer = self.on_reset()
                 if answer is not None:
                     socket.send_multipart([*head, answer])
+
+
+def once(go_on: threading.Event) -> bytes:
+    """An answer that comes once it may; by itself, far too late."""
+    go_on.wait(LATE)
+    return bytes(protocol.RESP_OK)
 
 
 def slowly(seconds: float = SLOW) -> bytes:
@@ -243,7 +250,7 @@ def utility(engine: Any, method: str, *args: object) -> queue.Queue[Any]:
 
 def answer(answers: queue.Queue[Any]) -> Any:
     """What a client gets, once it is there."""
-    output = answers.get(timeout=10)
+    output = answers.get(timeout=60)
     assert output.failure_message is None
     return output.result.result
 
@@ -415,22 +422,27 @@ def test_the_number_of_keys_and_the_code_reach_the_caller(on: None, client: Any)
     assert report(engine)["removed"] == 0
 
 
-def test_a_lookup_that_was_asked_before_the_wipe_promises_nothing(on: None, channel: str, client: Any) -> None:
+def test_a_lookup_that_was_asked_before_the_wipe_promises_nothing(
+    on: None, channel: str, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONTIDE_STORE_TIMEOUT_SECONDS", str(2 * LATE))
     made = client()
     connector = mooncake(made)
     half = connector.connector_scheduler
     engine = core(connector)
     request = SimpleNamespace(request_id="r", num_tokens=32, block_hashes=HASHES * 2)
-    with Peer(channel, lambda: slowly(0.5)) as peer:
+    go_on = threading.Event()
+    with Peer(channel, lambda: once(go_on)) as peer:
         assert made.lookup("r", 32, HASHES * 2, non_block=True) is None
-        made.futures["r"].result(5)
+        made.futures["r"].result(60)
         answers = utility(engine, "reset_prefix_cache", False, True)
         assert made.futures == {}
         began = time.monotonic()
         for asynchronous in (False, True):
             half.lookup_async = asynchronous
             assert half.get_num_new_matched_tokens(request, 0) == (0, False)
-        assert time.monotonic() - began < 0.3
+        assert time.monotonic() - began < LATE - 0.5
+        go_on.set()
         assert answer(answers) is True
         half.lookup_async = False
         assert half.get_num_new_matched_tokens(request, 0) == (16, True)
@@ -472,9 +484,11 @@ def test_it_goes_with_the_patch_of_the_lookups_in_any_order(channel: str, client
         half.lookup_async = False
         request = SimpleNamespace(request_id="r", num_tokens=32, block_hashes=HASHES * 2)
         assert half.get_num_new_matched_tokens(request, 0) == (16, True)
-        peer.on_reset = lambda: slowly(0.5)
+        go_on = threading.Event()
+        peer.on_reset = lambda: once(go_on)
         answers = utility(engine, "reset_prefix_cache", False, True)
         assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+        go_on.set()
         assert answer(answers) is True
         assert half.get_num_new_matched_tokens(request, 0) == (16, True)
         peer.on_reset = lambda: None
@@ -487,13 +501,17 @@ def test_it_goes_with_the_patch_of_the_lookups_in_any_order(channel: str, client
 
 
 @modes("the engine stands still until the store has answered")
-def test_the_core_goes_on_while_the_store_is_wiped(patched: bool, channel: str, client: Any) -> None:
-    engine = core(mooncake(client()))
-    with Peer(channel, lambda: slowly(0.5)):
+def test_the_core_goes_on_while_the_store_is_wiped(
+    patched: bool, channel: str, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONTIDE_STORE_TIMEOUT_SECONDS", str(2 * LATE))
+    engine, go_on = core(mooncake(client())), threading.Event()
+    with Peer(channel, lambda: once(go_on)):
         began = time.monotonic()
         answers = utility(engine, "reset_prefix_cache", False, True)
-        assert time.monotonic() - began < 0.45
+        assert time.monotonic() - began < LATE - 0.5
         assert answers.empty()
+        go_on.set()
         assert answer(answers) is True
 
 
