@@ -126,7 +126,7 @@ def test_prometheus_answers_every_panel(make_stage: Any, tools: Path, kit: Any, 
         operator.start()
         stage.pool()
         stage.double("master", host=stage.services, capacity=64 << 20, bytes_a_key=1 << 20)
-        stage.fleet("chat", fences=False, replicas=3, replicaTimeoutSeconds=5)
+        stage.fleet("chat", fences=False, replicas=3)
         stage.wait_current("chat", 1)
         pods = {pod["metadata"]["name"]: pod["status"]["podIP"] for pod in stage.pods("chat")}
         for name, host in pods.items():

@@ -71,7 +71,8 @@ ABORT = Change({"preparing": None}, pushed=())
 ALONE = Change({"version": NEW}, pushed=())
 LAGGARD = Change({"version": NEW}, pushed=(0,))
 LOAD: dict[str, object] = {"weights": "Load", "weightsSource": "/models/policy-{version}"}
-SHORT: dict[str, object] = {"deadlineSeconds": 4, "replicaTimeoutSeconds": 2}
+SHORT: dict[str, object] = {"deadlineSeconds": 12, "replicaTimeoutSeconds": 10}
+"""Short enough to wait for; an engine that is silent for a few seconds is not replaced."""
 UNABLE = Change({"version": NEW}, fails=(0,))
 
 SCENARIOS = (
@@ -84,7 +85,7 @@ SCENARIOS = (
     Scenario("fence-commit", (PREPARE, COMMIT), policy={"strategy": "Fence"}),
     Scenario("load", (ALONE,), policy=LOAD),
     Scenario("laggard", (LAGGARD,)),
-    Scenario("replace", (UNABLE,), fences=False, policy={"replicaTimeoutSeconds": 1}),
+    Scenario("replace", (UNABLE,), fences=False, policy={"replicaTimeoutSeconds": 4}),
     Scenario("abandoned", (BUMP,), policy=SHORT, abandoned=True),
     Scenario("abandoned-plain", (BUMP,), fences=False, policy=SHORT, abandoned=True),
 )
