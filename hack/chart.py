@@ -37,7 +37,10 @@ SETS: Mapping[str, Mapping[str, Any]] = {
     },
     "admin-tls": {"adminTLS": {"caConfigMap": "moontide-ca"}},
     "one-namespace-trainers": {"watchNamespace": "rl", "hook": {"enabled": True}},
-    "one-namespace-guarded": {"watchNamespace": "rl", "admission": {"marks": "On", "inUse": "Deny"}},
+    "one-namespace-guarded": {
+        "watchNamespace": "rl",
+        "admission": {"marks": "On", "inUse": "Deny", "podTemplates": "Restricted"},
+    },
     "network-policies": {
         "networkPolicies": {
             "enabled": True,

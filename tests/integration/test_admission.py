@@ -19,9 +19,9 @@ MARK = {"metadata": {"annotations": {labels.ADMITTED_CONTAINER: "containerd://1"
 STATUS = {"status": {"epoch": 7}}
 
 
-def _policies(namespace: str, **given: str) -> Objects:
-    """The chart's, for an operator that lives in and serves one namespace."""
-    command = ["template", "moontide", str(chart.CHART), "-n", namespace, "-s", "templates/admission.yaml"]
+def _policies(namespace: str, template: str = "admission", **given: str) -> Objects:
+    """The chart's in one template, for an operator that lives in and serves one namespace."""
+    command = ["template", "moontide", str(chart.CHART), "-n", namespace, "-s", f"templates/{template}.yaml"]
     values = {"watchNamespace": namespace, "admission": {"marks": "On", **given}}
     done = chart.helm(*command, "--values", "-", stdin=yaml.safe_dump(values))
     assert done.returncode == 0, done.stderr
@@ -170,17 +170,23 @@ def test_only_the_operator_writes_its_lease(guarded: Guarded) -> None:
     guarded.kubectl("delete", "lease", "moontide-operator", "-n", guarded.name, "--dry-run=server")
 
 
-def test_the_api_server_finds_no_fault_in_the_expressions(guarded: Guarded, wait_for: Any) -> None:
-    for each in _policies(guarded.name):
+def _faults(kubectl: Any, wait_for: Any, policies: Objects) -> list[Any]:
+    """What the API server's checker warns of."""
+    found = []
+    for each in policies:
         if each["kind"] == "ValidatingAdmissionPolicy":
             name = each["metadata"]["name"]
 
             def checked(name: str = name) -> Any:
-                status = guarded.kubectl.must_get("validatingadmissionpolicy", name, "").get("status") or {}
+                status = kubectl.must_get("validatingadmissionpolicy", name, "").get("status") or {}
                 return status if status.get("observedGeneration") else None
 
-            # Where the checker has a warning it is in here.
-            assert wait_for(f"{name} is checked", checked).get("typeChecking", {}) == {}
+            found.append(wait_for(f"{name} is checked", checked).get("typeChecking", {}))
+    return found
+
+
+def test_the_api_server_finds_no_fault_in_the_expressions(guarded: Guarded, wait_for: Any) -> None:
+    assert _faults(guarded.kubectl, wait_for, _policies(guarded.name)) == [{}, {}, {}]
 
 
 class InUse:
@@ -253,3 +259,160 @@ def test_deny_does_not_hold_up_the_end_of_a_namespace(kubectl: Any, wait_for: An
         kubectl("delete", "namespace", name, "--timeout=60s")
     finally:
         there.close()
+
+
+def _engine(**context: Any) -> dict[str, Any]:
+    return {"containers": [{"name": "engine", "securityContext": context}]}
+
+
+SAFE = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+NULL, NODE, STORAGE = (
+    "takes away what keeps these pods",
+    "ports of the node (hostNetwork",
+    "storage that no claim grants",
+)
+MORE, ADDED, ROOT = "more than Moontide does", "adds a container that may gain privileges", "run as root: write another"
+KERNEL, IDENTITY = "what the node's kernel refuses", "rights that its author may not have: remove it"
+LOOSE: list[tuple[dict[str, Any], str]] = [
+    ({"securityContext": None}, NULL),
+    ({"containers": [{"name": "engine", "securityContext": None}]}, NULL),
+    (_engine(capabilities=None), NULL),
+    (_engine(seccompProfile=None), NULL),
+    ({"hostNetwork": True}, NODE),
+    ({"hostPID": True}, NODE),
+    ({"hostIPC": True}, NODE),
+    ({"containers": [{"name": "engine", "ports": [{"containerPort": 1, "hostPort": 1}]}]}, NODE),
+    ({"volumes": [{"name": "root", "hostPath": {"path": "/"}}]}, STORAGE),
+    ({"volumes": [{"name": "tmp", "nfs": {"server": "a", "path": "/"}}]}, STORAGE),
+    (_engine(privileged=True), MORE),
+    (_engine(capabilities={"add": ["SYS_ADMIN"]}), MORE),
+    (_engine(capabilities={"drop": []}), MORE),
+    (_engine(capabilities={"drop": None}), MORE),
+    (_engine(allowPrivilegeEscalation=True), MORE),
+    (_engine(allowPrivilegeEscalation=None), MORE),
+    ({"containers": [{"name": "mine", "image": "x"}]}, ADDED),
+    ({"containers": [{"name": "master", "image": "x"}]}, ADDED),
+    ({"initContainers": [{"name": "engine", "image": "x"}]}, ADDED),
+    ({"initContainers": [{"name": "mine", "image": "x", "securityContext": {**SAFE, "capabilities": {}}}]}, ADDED),
+    ({"securityContext": {"runAsUser": 0}}, ROOT),
+    ({"securityContext": {"runAsNonRoot": None}}, ROOT),
+    (_engine(runAsUser=0), ROOT),
+    (_engine(runAsNonRoot=False), ROOT),
+    ({"initContainers": [{"name": "mine", "image": "x", "securityContext": {**SAFE, "runAsUser": 0}}]}, ROOT),
+    (_engine(seccompProfile={"type": "Unconfined"}), KERNEL),
+    (_engine(procMount="Unmasked"), KERNEL),
+    ({"securityContext": {"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}}, KERNEL),
+    ({"serviceAccountName": "admin"}, IDENTITY),
+    ({"serviceAccount": "admin"}, IDENTITY),
+    ({"automountServiceAccountToken": True}, IDENTITY),
+    ({"volumes": [{"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]}, IDENTITY),
+]
+TIGHT: list[dict[str, Any]] = [
+    {},
+    {"nodeSelector": {"gpu": "h100"}, "tolerations": [{"operator": "Exists"}], "hostPID": False},
+    {"initContainers": None},
+    {"containers": [{"name": "engine", "env": [{"name": "A", "value": "b"}], "ports": [{"containerPort": 1}]}]},
+    {"containers": [{"name": "mine", "image": "x", "securityContext": {**SAFE, "readOnlyRootFilesystem": True}}]},
+    {"initContainers": [{"name": "mine", "image": "x", "securityContext": SAFE}]},
+    {"securityContext": {"runAsUser": 7, "seccompProfile": {"type": "Localhost", "localhostProfile": "a"}}},
+    _engine(readOnlyRootFilesystem=False, capabilities={"drop": ["ALL"]}),
+    {
+        "volumes": [
+            {"name": "cache", "persistentVolumeClaim": {"claimName": "c"}},
+            {"name": "both", "projected": {"sources": [{"secret": {"name": "s"}}, {"configMap": {"name": "m"}}]}},
+        ]
+    },
+]
+
+
+class Restricted:
+    """A namespace under the policy of podTemplates, one that is not, and a user who may write fleets and no pods."""
+
+    def __init__(self, kubectl: Any, name: str, free: str) -> None:
+        self.kubectl, self.name, self.free = kubectl, name, free
+
+    def create(self, body: dict[str, Any], *more: str) -> str:
+        """What the API server says when it refuses; empty when it does not."""
+        where = ("--dry-run=server", "-f", "-")
+        done = self.kubectl.run("create", *where, *more, stdin=json.dumps(body), check=False)
+        return "" if done.returncode == 0 else done.stderr
+
+
+RESEARCHER = "--as=researcher"
+
+
+@pytest.fixture(scope="module", params=["Restricted", "PodCreators"], name="restricted")
+def _restricted(request: Any, kubectl: Any, kit: Any) -> Iterator[tuple[Restricted, bool]]:
+    """The namespaces, and whether who may create pods is free."""
+    name, free = f"t-{uuid.uuid4().hex[:10]}", f"t-{uuid.uuid4().hex[:10]}"
+    policies = _policies(name, "podtemplates", podTemplates=request.param)
+    there = Restricted(kubectl, name, free)
+    for each in (name, free):
+        kubectl.make_namespace(each)
+        rights = ("--verb=get,create,patch", "--resource=inferencedeployments.moontide.dev,kvcachepools.moontide.dev")
+        kubectl("create", "role", "fleets", "-n", each, *rights)
+        kubectl("create", "rolebinding", "fleets", "-n", each, "--role=fleets", "--user=researcher")
+        # As one that was written before the policy came.
+        kubectl.apply(_fleet(each, "old", podTemplate={"spec": {"hostPID": True}}))
+    kubectl.apply(*policies)
+    loose = _fleet(name, podTemplate={"spec": {"hostPID": True}})
+    try:
+        kit.wait_for("the policy acts", lambda: NODE in there.create(loose, RESEARCHER), 60)
+        yield there, request.param == "PodCreators"
+    finally:
+        for policy in policies:
+            kubectl("delete", policy["kind"], policy["metadata"]["name"], "--ignore-not-found")
+        kubectl("delete", "namespace", name, free, "--wait=false")
+
+
+@pytest.mark.parametrize(("spec", "said"), LOOSE, ids=lambda value: json.dumps(value)[:70])
+def test_a_pod_template_that_reaches_for_the_node_or_an_identity_is_refused(
+    restricted: tuple[Restricted, bool], spec: dict[str, Any], said: str
+) -> None:
+    there, creators = restricted
+    refused = there.create(_fleet(there.name, podTemplate={"spec": spec}), RESEARCHER)
+    assert said in refused
+    assert ("or have somebody write it who may create pods in this namespace" in refused) == creators
+
+
+@pytest.mark.parametrize("spec", TIGHT, ids=lambda value: json.dumps(value)[:70])
+def test_any_other_pod_template_is_taken(restricted: tuple[Restricted, bool], spec: dict[str, Any]) -> None:
+    there, _ = restricted
+    assert there.create(_fleet(there.name, podTemplate={"spec": spec}), RESEARCHER) == ""
+
+
+def test_a_pools_pod_template_too(restricted: tuple[Restricted, bool]) -> None:
+    there, _ = restricted
+    for spec, said in (({"hostPID": True}, NODE), (_engine(), ADDED), ({"serviceAccountName": "a"}, IDENTITY)):
+        assert said in there.create(_object(there.name, "KVCachePool", "kv", podTemplate={"spec": spec}), RESEARCHER)
+    kept = {"containers": [{"name": each, "securityContext": {"runAsUser": 7}} for each in ("master", "wiper")]}
+    assert there.create(_object(there.name, "KVCachePool", "kv", podTemplate={"spec": kept}), RESEARCHER) == ""
+    assert there.create(_object(there.name, "KVCachePool", "kv"), RESEARCHER) == ""
+
+
+def test_a_namespace_of_another_operator_is_not_touched(restricted: tuple[Restricted, bool]) -> None:
+    there, _ = restricted
+    assert there.create(_fleet(there.free, podTemplate={"spec": {"hostPID": True}}), RESEARCHER) == ""
+
+
+def test_who_may_create_pods_gains_nothing_and_is_asked_nothing(restricted: tuple[Restricted, bool]) -> None:
+    there, creators = restricted
+    assert (there.create(_fleet(there.name, podTemplate={"spec": {"hostPID": True}})) == "") == creators
+
+
+def test_what_was_written_before_stays_and_its_fleet_may_change(restricted: tuple[Restricted, bool]) -> None:
+    there, _ = restricted
+
+    def patch(spec: dict[str, Any]) -> str:
+        where = ("ifd", "old", "-n", there.name, "--type=merge", "--dry-run=server", RESEARCHER)
+        done = there.kubectl.run("patch", *where, "-p", json.dumps({"spec": spec}), check=False)
+        return "" if done.returncode == 0 else done.stderr
+
+    assert patch({"replicas": 2}) == ""
+    assert NODE in patch({"podTemplate": {"spec": {"hostNetwork": True}}})
+    assert patch({"podTemplate": None}) == ""
+
+
+def test_the_api_server_finds_no_fault_in_these_either(restricted: tuple[Restricted, bool], wait_for: Any) -> None:
+    there, _ = restricted
+    assert _faults(there.kubectl, wait_for, _policies(there.name, "podtemplates", podTemplates="Restricted")) == [{}]

@@ -96,13 +96,16 @@ def test_the_crds_come_with_the_chart_or_not_at_all() -> None:
 @pytest.mark.parametrize(
     ("values", "made"),
     [
-        ({}, {"marks", "writers", "in-use"}),
-        ({"admission": {"marks": "Off"}}, set[str]()),
-        ({"admission": {"inUse": "Off"}}, {"marks", "writers"}),
+        ({}, {"marks", "writers", "in-use", "pod-templates"}),
+        ({"admission": {"marks": "Off"}}, {"pod-templates"}),
+        ({"admission": {"inUse": "Off"}}, {"marks", "writers", "pod-templates"}),
+        ({"admission": {"podTemplates": "Any"}}, {"marks", "writers", "in-use"}),
+        ({"admission": {"podTemplates": "Restricted"}}, {"marks", "writers", "in-use", "pod-templates"}),
         # As in a release that was made before these values existed, with --reuse-values.
-        ({"admission": None}, {"marks", "writers", "in-use"}),
+        ({"admission": None}, {"marks", "writers", "in-use", "pod-templates"}),
         ({"watchNamespace": "rl"}, set[str]()),
         ({"watchNamespace": "rl", "admission": {"marks": "On"}}, {"marks", "writers", "in-use"}),
+        ({"watchNamespace": "rl", "admission": {"podTemplates": "PodCreators"}}, {"pod-templates"}),
     ],
     ids=lambda each: str(sorted(each) if isinstance(each, set) else each),
 )
@@ -118,8 +121,9 @@ def test_without_the_kind_auto_makes_no_policy_and_on_says_so() -> None:
     done = chart.on(["template", chart.RELEASE], {}, *lacking)
     assert done.returncode == 0, done.stderr
     assert "ValidatingAdmissionPolicy" not in done.stdout
-    refused = chart.on(["template", chart.RELEASE], {"admission": {"marks": "On"}}, *lacking)
-    assert "this API server has no ValidatingAdmissionPolicy" in refused.stderr
+    for asked in ({"marks": "On"}, {"podTemplates": "PodCreators"}, {"podTemplates": "Restricted"}):
+        refused = chart.on(["template", chart.RELEASE], {"admission": asked}, *lacking)
+        assert "this API server has no ValidatingAdmissionPolicy" in refused.stderr
 
 
 def test_every_value_reaches_a_manifest() -> None:
@@ -169,6 +173,7 @@ def _other(place: tuple[str, ...], value: Any) -> Any:
         "replicas": 2,
         "marks": "Off",
         "inUse": "Deny",
+        "podTemplates": "Restricted",
         "logLevel": "DEBUG",
         "overlapSeconds": 900,
         "imagePullPolicy": "Always",

@@ -65,6 +65,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [create, patch]
 {{- end -}}
 
+{{/* Whether the API server has ValidatingAdmissionPolicies: "true", or nothing. */}}
+{{- define "moontide.hasAdmission" -}}
+{{- /* Rendered without a cluster no kind is known; every release that the chart is for has this one. */ -}}
+{{- $known := .Capabilities.APIVersions.Has "v1/Pod" -}}
+{{- if or (not $known) (.Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy") }}true{{ end -}}
+{{- end -}}
+
 {{/* The operator's pods, as a peer of a NetworkPolicy in any namespace. */}}
 {{- define "moontide.operatorPeer" -}}
 - namespaceSelector:
