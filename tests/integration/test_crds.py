@@ -107,6 +107,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
     ),
     *(
+        (_with(FLEET, "spec.model.source", source), "model.source has a segment '..'")
+        for source in (
+            "pvc://weights/../../etc",
+            "pvc://../x",
+            "pvc://w/a/..",
+            "s3://b/../other",
+            "file:///a/../b",
+            "hf://../n",
+        )
+    ),
+    *(
+        (_with(POLICY, "spec", {**LOAD, "weightsSource": source}), "weightsSource has a segment '..'")
+        for source in ("/models/../{version}", "/../{version}", "/{version}/..", "hf://../{version}")
+    ),
+    *(
         (_with(FLEET, "spec.model", {"servedName": "tiny", "source": source, **more}), message)
         for source, more, message in (
             ("pvc://w/a", {"revision": "main"}, "or write model.source: hf://ORG/NAME"),
@@ -436,7 +451,9 @@ def test_versions_that_are_fine(kubectl: Any, namespace: str, version: int | str
     assert kubectl.must_get("polv", "policy", namespace)["spec"]["version"] == version
 
 
-@pytest.mark.parametrize("source", ["/models/policy-{version}", "/{version}", "hf://org/name-{version}"])
+@pytest.mark.parametrize(
+    "source", ["/models/policy-{version}", "/{version}", "/a..b/..{version}/...", "hf://org/name-{version}"]
+)
 def test_sources_that_are_fine(kubectl: Any, namespace: str, source: str) -> None:
     kubectl.apply(_with(_with(POLICY, "metadata.namespace", namespace), "spec", {**LOAD, "weightsSource": source}))
     assert kubectl.must_get("polv", "policy", namespace)["spec"]["weightsSource"] == source
@@ -475,6 +492,7 @@ def test_parallelism_that_is_fine(kubectl: Any, namespace: str, more: dict[str, 
         {"source": "s3://bucket/a/b", "credentialsSecretRef": {"name": "s3"}, "endpoint": "http://store:9000"},
         {"source": "s3://bucket/a", "region": "eu-1", "cache": {"size": "100Gi"}},
         {"source": "file:///opt/weights"},
+        {"source": "pvc://weights/a..b/..c/..."},
     ],
     ids=lambda model: model["source"],
 )

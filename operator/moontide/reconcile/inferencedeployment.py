@@ -104,8 +104,9 @@ async def reconcile(ctx: Context, namespace: str, name: str) -> float:
             again = error.after
 
     requeue = min(SETTLED_SECONDS, again)
-    # What runs already may have more luck than its sum of memory says; an engine that restarts must not stay closed.
-    if spec.policy_ref is None and (refusal is None or refusal.reason == "MemoryTooSmall"):
+    # What runs already may have more luck than its sum of memory says, or was made before its source was refused; an
+    # engine that restarts must not stay closed.
+    if spec.policy_ref is None and (refusal is None or refusal.reason in ("MemoryTooSmall", "SourceInvalid")):
         requeue = await reconcile_unmanaged(ctx, resource)
     live = None
     if spec.endpoints is None:

@@ -18,7 +18,8 @@ GOOD_FOR = dt.timedelta(minutes=5)
 
 
 async def check(ctx: Context, resource: Resource[InferenceDeployment]) -> None:
-    """Raises :class:`InvalidSpec` (``SecretMissing``, ``ClaimMissing``) where the spec names what does not exist.
+    """Raises :class:`InvalidSpec` (``SecretMissing``, ``ClaimMissing``) where the spec names what does not exist, and
+    (``SourceInvalid``) where the model's source is no place.
 
     Whether a Secret exists is all that is asked: its content is never read. A key that it lacks shows when the kubelet
     refuses to start the container. While all of it was there for this spec lately, nothing is asked.
@@ -29,6 +30,10 @@ async def check(ctx: Context, resource: Resource[InferenceDeployment]) -> None:
     meta = resource.meta
     if met_lately(ctx, meta):
         return
+    try:
+        sources.check(model)
+    except ValueError as error:
+        raise InvalidSpec("SourceInvalid", f"{error}; nothing that runs is changed until then") from error
     for name in sources.secrets(model):
         if not await ctx.kube.secret_exists(namespace, name):
             raise _missing("SecretMissing", f"Secret {name}", namespace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kubernetes.aio import client as k8s
 
+from moontide.api.v1alpha1.common import CLIMBS
 from moontide.api.v1alpha1.model import Model
 from moontide.resources import common
 
@@ -16,6 +17,12 @@ _FETCH = (
     '{ [ -n "$(ls -A "$1" 2>/dev/null)" ] || { echo "there is nothing at $0" >&2; exit 4; }; }'
 )
 """For rclone a prefix under which there is nothing is no error."""
+
+
+def check(model: Model) -> None:
+    """Raises ValueError for a source that leads out of the place that it names: older CRDs take one."""
+    if ".." in model.path.split("/"):
+        raise ValueError(f"model.source {CLIMBS}")
 
 
 def path(model: Model) -> str:

@@ -137,6 +137,30 @@ async def test_what_is_missing_is_named_and_nothing_is_applied(
     assert kube.condition("InferenceDeployment", "ns", "chat", "Progressing")[1] == "Updating"
 
 
+@pytest.mark.parametrize("source", ["pvc://w/../../etc", "pvc://../x", "s3://b/../other", "file:///a/.."])
+async def test_a_source_that_climbs_and_is_stored_already_changes_nothing_and_its_engines_are_admitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    world, looked = Cluster(tmp_path), list[str]()
+
+    async def admit(_: Any, resource: Any) -> float:
+        looked.append(resource.meta.name)
+        return 1.0
+
+    monkeypatch.setattr(ifd, "reconcile_unmanaged", admit)
+    world.kube.put("InferenceDeployment", "ns", "chat", {"model": {"source": source, "servedName": "m"}})
+    await ifd.reconcile(world.ctx, "ns", "chat")
+    status, why, message = world.kube.condition("InferenceDeployment", "ns", "chat", "Progressing")
+    assert (status, why) == ("False", "SourceInvalid")
+    assert "write the path that you mean, without it; nothing that runs is changed" in message
+    assert world.kube.applied == []
+    assert looked == ["chat"]
+
+
+def test_dots_within_a_name_do_not_climb() -> None:
+    sources.check(_model("pvc://weights/a..b/..c/..."))
+
+
 async def test_what_is_there_is_asked_for_again_when_the_spec_changes_and_after_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,14 @@ def rule(expression: str, message: str, **more: Any) -> dict[str, Any]:
     return {"rule": expression, "message": message, **more}
 
 
+CLIMBS = "has a segment '..', which may lead out of the place that it names; write the path that you mean, without it"
+
+
+def no_climbing(value: str, field: str) -> dict[str, Any]:
+    """A rule for the path or URL ``value`` (CEL): no segment of it is ``..``. ``field``: what the message calls it."""
+    return rule(f"!{value}.matches('(^|/)[.][.](/|$)')", f"{field} {CLIMBS}")
+
+
 def validations(*rules: dict[str, Any]) -> dict[str, Any]:
     """The schema key that carries CEL rules."""
     return {"x-kubernetes-validations": list(rules)}

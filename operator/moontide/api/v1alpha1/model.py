@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from moontide.api.v1alpha1.common import Api, Name, ObjectName, Quantity, rule, validations
+from moontide.api.v1alpha1.common import Api, Name, ObjectName, Quantity, no_climbing, rule, validations
 
 _SOURCES = (
     "^(hf://[^/\\\\s]+/[^/\\\\s]+|pvc://[^/\\\\s]+/[^\\\\s]+|s3://[^/\\\\s]+/[^\\\\s]*[^/\\\\s]|file:///[^\\\\s]*)$",
@@ -47,6 +47,7 @@ class Model(Api):
     model_config = ConfigDict(
         json_schema_extra=validations(
             rule(f"self.source.matches('{_SOURCES[0]}')", _SOURCES[1]),
+            no_climbing("self.source", "model.source"),
             rule(
                 "!has(self.revision) || self.source.startsWith('hf://')",
                 "model.revision is of a repository; remove it, or write model.source: hf://ORG/NAME",

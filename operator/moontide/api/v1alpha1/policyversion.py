@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from moontide.api.v1alpha1.common import Api, Conditions, Timestamp, rule, validations
+from moontide.api.v1alpha1.common import Api, Conditions, Timestamp, no_climbing, rule, validations
 
 
 def _int_or_string(schema: dict[str, Any]) -> None:
@@ -27,10 +27,13 @@ def _int_or_string(schema: dict[str, Any]) -> None:
     )
 
 
-_SOURCE_RULE = rule(
-    "self.matches('^(/[^\\\\s]*|hf://[^/\\\\s]+/[^/\\\\s]+)$') && self.contains('{version}')",
-    "weightsSource is a path or a repository, another one for each version, as a replica that restarts loads it again; "
-    "write for example /models/policy-{version} or hf://ORG/NAME-{version}",
+_SOURCE_RULES = (
+    rule(
+        "self.matches('^(/[^\\\\s]*|hf://[^/\\\\s]+/[^/\\\\s]+)$') && self.contains('{version}')",
+        "weightsSource is a path or a repository, another one for each version, as a replica that restarts loads it "
+        "again; write for example /models/policy-{version} or hf://ORG/NAME-{version}",
+    ),
+    no_climbing("self", "weightsSource"),
 )
 
 
@@ -87,7 +90,7 @@ class PolicyVersionSpec(Api):
     """``External``: a trainer pushes weights; a replica is admitted only when the weight version that it reports
     equals ``version``. ``Load``: the same, and a replica that reports another one is told to load ``weightsSource``.
     ``Unchecked``: Moontide does not look at weights, only at caches."""
-    weights_source: Annotated[str | None, Field(max_length=1024, json_schema_extra=validations(_SOURCE_RULE))] = None
+    weights_source: Annotated[str | None, Field(max_length=1024, json_schema_extra=validations(*_SOURCE_RULES))] = None
     """Where engines find the weights of a version: a folder on a volume of their pods, or ``hf://ORG/NAME``.
     ``{version}`` stands for the label."""
     running_requests: Literal["Wait", "Abort", "Keep"] = "Wait"
