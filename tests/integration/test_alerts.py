@@ -18,6 +18,18 @@ POLICY = 'namespace="rl", policy="chat"'
 FLEET = 'namespace="rl", deployment="chat"'
 
 
+def _leader(namespace: str = "moontide-system", release: str = "") -> str:
+    return f'moontide_leader{{namespace="{namespace}", pod="{release}moontide-operator-5d7f9c-x2b4q"}}'
+
+
+OTHERS = {
+    _leader("elsewhere"): "1x20",
+    _leader(release="b-"): "1x20",
+    _leader(release="moontide-operator-"): "1x20",
+}
+"""Operators of other releases that lead all the time, two of them in the same namespace."""
+
+
 @pytest.fixture(scope="session", name="promtool")
 def _promtool() -> Path:
     prometheus.ensure(Progress(quiet=True))
@@ -28,7 +40,7 @@ def _promtool() -> Path:
 def _rules(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The groups of the PrometheusRule that the chart renders."""
     command = [str(tools / "helm"), "template", "moontide", str(ROOT / "charts/moontide")]
-    command += ["--set", "monitoring.rules.enabled=true", "-s", "templates/monitoring.yaml"]
+    command += ["-n", "moontide-system", "--set", "monitoring.rules.enabled=true", "-s", "templates/monitoring.yaml"]
     made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (rule,) = [each for each in yaml.safe_load_all(made) if each and each["kind"] == "PrometheusRule"]
     path = tmp_path_factory.mktemp("rules") / "rules.json"
@@ -54,10 +66,20 @@ def _condition(kind: str, type: str) -> str:
 
 # Series with a sample a minute (`AxB`: A and B times more), the alert, and the minutes at which it fires, and does not.
 CASES: list[tuple[str, dict[str, str], str, list[int], list[int]]] = [
-    ("a standby alone", {"moontide_leader": "1x5 0x10"}, "MoontideOperatorDown", [9], [4, 6]),
+    ("a standby alone", {_leader(): "1x5 0x10"}, "MoontideOperatorDown", [9], [4, 6]),
+    ("nobody, and other releases lead", {_leader(): "1x5 0x10", **OTHERS}, "MoontideOperatorDown", [9], [4, 6]),
+    ("it leads, and other releases", {_leader(): "1x20", **OTHERS}, "MoontideOperatorDown", [], [9]),
+    ("no target", OTHERS, "MoontideOperatorDown", [3], [1]),
     (
         "engines wait",
-        {"moontide_leader": "0x10", 'moontide_engine_state{state="paused", pod="a"}': "0x4 1x10"},
+        {_leader(): "0x10", 'moontide_engine_state{state="paused", pod="a"}': "0x4 1x10"},
+        "MoontideEnginesWaitForOperator",
+        [7],
+        [3],
+    ),
+    (
+        "engines wait, and other releases lead",
+        {_leader(): "0x10", 'moontide_engine_state{state="paused", pod="a"}': "0x4 1x10", **OTHERS},
         "MoontideEnginesWaitForOperator",
         [7],
         [3],

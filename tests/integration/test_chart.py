@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from hack import chart
+from hack.cluster.settings import repository_root
 
 HOOK = {"hook": {"enabled": True}}
 ROLE: dict[str, Any] = {"namespace": "rl", "policies": ["policy"]}
@@ -154,6 +155,21 @@ def test_of_the_authorities_secret_the_operator_gets_no_key() -> None:
         "optional": True,
         "items": [{"key": "ca.crt", "path": "ca.crt"}],
     }
+
+
+def test_an_alerts_runbook_is_its_section() -> None:
+    def annotations(**rules: Any) -> dict[str, dict[str, str]]:
+        found = chart.manifests({"monitoring": {"rules": {"enabled": True, **rules}}})
+        (made,) = (each for each in found if each["kind"] == "PrometheusRule")
+        return {each["alert"]: each["annotations"] for each in made["spec"]["groups"][0]["rules"]}
+
+    page = "https://docs.example/runbook/"
+    text = (repository_root() / "docs/runbook.md").read_text()
+    anchors = {f"#{heading.lower()}" for heading in re.findall(r"^## (\w+)$", text, re.MULTILINE)}
+    found = annotations(runbookUrl=page)
+    assert {each["runbook_url"].removeprefix(page) for each in found.values()} == anchors
+    assert all(each["runbook_url"].endswith(f"#{alert.lower()}") for alert, each in found.items())
+    assert all(set(each) == {"summary", "description"} for each in annotations().values())
 
 
 def _leaves(values: dict[str, Any], *place: str) -> list[tuple[tuple[str, ...], Any]]:

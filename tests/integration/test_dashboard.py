@@ -133,7 +133,7 @@ def test_prometheus_answers_every_panel(make_stage: Any, tools: Path, kit: Any, 
             stage.double("inference", name=name, host=host)
         (own,) = monitors["moontide-operator"]
         gates = next(each for each in monitors["moontide-operator-engines"] if "moontide" in each["path"])
-        targets = {"moontide-operator-0": f"127.0.0.1:{operator.metrics_port}"}
+        targets = {"moontide-operator-5d7f9c-x2b4q": f"127.0.0.1:{operator.metrics_port}"}
         fleet = {"namespace": stage.namespace, "moontide_dev_deployment": "chat"}
         scrapes = [
             _scrape("operator", own, targets, {"namespace": "moontide-system"}),

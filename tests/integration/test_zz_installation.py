@@ -138,6 +138,12 @@ def test_monitors_find_the_pods_that_there_are(helm: Helm) -> None:
     ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
     assert {each["port"] for each in operator["podMetricsEndpoints"]} <= ports
     alerts = yaml.safe_load((ROOT / "charts/moontide/files/alerts.yaml").read_text())
+    ours = 'moontide_leader{namespace="ours", pod=~"moontide-operator-[a-z0-9]+-[a-z0-9]+"}'
+    for rule in alerts["groups"][0]["rules"]:
+        if "moontide_leader" in rule["expr"]:
+            rule["labels"] |= {"namespace": "ours", "operator": "moontide-operator"}
+            rule["expr"] = rule["expr"].replace("moontide_leader", ours)
+            rule["expr"] = rule["expr"].replace("state{state=~", 'state{namespace="a", state=~')
     assert found["PrometheusRule", "moontide-operator"]["spec"] == alerts
 
 
