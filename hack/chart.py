@@ -35,6 +35,7 @@ SETS: Mapping[str, Mapping[str, Any]] = {
         "hook": {"enabled": True, "tlsSecret": "hook-tls"},
         "trainer": {"roles": [{"namespace": "rl", "policies": ["policy"], "fleets": ["chat", "code"]}]},
     },
+    "one-namespace-user-roles": {"watchNamespace": "rl", "userRoles": "On"},
     "admin-tls": {"adminTLS": {"caConfigMap": "moontide-ca"}},
     "one-namespace-trainers": {"watchNamespace": "rl", "hook": {"enabled": True}},
     "one-namespace-guarded": {

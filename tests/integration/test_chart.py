@@ -127,6 +127,22 @@ def test_without_the_kind_auto_makes_no_policy_and_on_says_so() -> None:
         assert "this API server has no ValidatingAdmissionPolicy" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("values", "made"),
+    [
+        ({}, True),
+        ({"userRoles": None}, True),
+        ({"userRoles": "Off"}, False),
+        ({"watchNamespace": "rl"}, False),
+        ({"watchNamespace": "rl", "userRoles": "On"}, True),
+    ],
+    ids=str,
+)
+def test_when_there_are_roles_for_people(values: dict[str, Any], made: bool) -> None:
+    roles = {each["metadata"]["name"] for each in chart.manifests(values) if each["kind"] == "ClusterRole"}
+    assert {"moontide-view", "moontide-edit"} & roles == ({"moontide-view", "moontide-edit"} if made else set())
+
+
 def test_every_value_reaches_a_manifest() -> None:
     """A value that changes nothing is a promise that is not kept."""
     usual = yaml.safe_load((chart.CHART / "values.yaml").read_text())
@@ -190,6 +206,7 @@ def _other(place: tuple[str, ...], value: Any) -> Any:
         "marks": "Off",
         "inUse": "Deny",
         "podTemplates": "Restricted",
+        "userRoles": "Off",
         "logLevel": "DEBUG",
         "overlapSeconds": 900,
         "imagePullPolicy": "Always",

@@ -1,12 +1,14 @@
-"""The Pod Security Standard `restricted`, enforced by a real API server on every pod that there is."""
+"""The Pod Security Standard `restricted`, enforced by a real API server on every pod that there is; who may do what."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from moontide import labels
@@ -58,3 +60,52 @@ def test_the_operators_own_pod_too(kubectl: Any, tools: Path, namespace: str) ->
     pod = {"apiVersion": "v1", "kind": "Pod", **template}
     pod["metadata"] |= {"name": "operator", "namespace": namespace}
     kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
+
+
+@pytest.fixture(name="user_roles")
+def _user_roles(kubectl: Any, tools: Path) -> Iterator[None]:
+    """The chart's, in the cluster."""
+    command = [
+        str(tools / "helm"),
+        "template",
+        "moontide",
+        str(ROOT / "charts/moontide"),
+        "-s",
+        "templates/userroles.yaml",
+    ]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kubectl("apply", "-f", "-", stdin=made)
+    yield
+    kubectl("delete", "-f", "-", stdin=made)
+
+
+SEEN = ("get kvp", "list ifd", "watch polv")
+WRITTEN = ("create ifd", "patch kvp", "update polv", "delete ifd", "deletecollection polv", "patch ifd/scale")
+NEVER = ("patch ifd/status", "get secrets", "create pods")
+
+
+@pytest.mark.parametrize(
+    ("role", "allowed"),
+    [
+        ("moontide-view", SEEN),
+        ("moontide-edit", (*SEEN, *WRITTEN)),
+        ("view", SEEN),
+        # These two of Kubernetes may read Secrets and create pods, with Moontide or without.
+        ("edit", (*SEEN, *WRITTEN, "get secrets", "create pods")),
+        ("admin", (*SEEN, *WRITTEN, "get secrets", "create pods")),
+    ],
+)
+def test_what_people_may_by_each_role(
+    kubectl: Any, namespace: str, user_roles: None, wait_for: Any, role: str, allowed: tuple[str, ...]
+) -> None:
+    kubectl("create", "rolebinding", "somebody", "-n", namespace, f"--clusterrole={role}", "--user=somebody")
+
+    def may(right: str) -> bool:
+        verb, _, what = right.partition(" ")
+        kind, _, part = what.partition("/")
+        more = [f"--subresource={part}"] if part else []
+        done = kubectl.run("auth", "can-i", verb, kind, *more, "-n", namespace, "--as=somebody", check=False)
+        return bool(done.stdout.strip() == "yes")
+
+    wait_for("the roles join those of Kubernetes", lambda: may("watch polv"), 60)
+    assert {right for right in (*SEEN, *WRITTEN, *NEVER) if may(right)} == set(allowed)
