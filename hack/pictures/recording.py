@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moontide.cli.cluster import Cluster, Engine, Reply
+from moontide.cli.cluster import Cluster, Door, Engine, Reply
 from moontide.crdgen import crd
 from moontide.engines.client import Unanswered
 from moontide.kube.kinds import KINDS
@@ -43,6 +43,10 @@ class Recorder:
     def server(self) -> str:
         return "https://cluster.example"
 
+    @property
+    def direct(self) -> bool:
+        return self._cluster.direct
+
     def now(self) -> dt.datetime:
         return dt.datetime.fromisoformat(self._scene["now"])
 
@@ -51,10 +55,10 @@ class Recorder:
         self._scene["replies"][_key(path, params, body)] = {"status": reply.status, "body": _kept(path, reply.body)}
         return reply
 
-    def engines(self, asked: Sequence[tuple[str, str]]) -> list[Engine]:
+    def engines(self, asked: Sequence[Door]) -> list[Engine]:
         found = self._cluster.engines(asked)
-        for (address, _), answer in zip(asked, found, strict=True):
-            self._scene["engines"][address] = (
+        for door, answer in zip(asked, found, strict=True):
+            self._scene["engines"][door.address] = (
                 {"reason": answer.reason, "message": answer.message}
                 if isinstance(answer, Unanswered)
                 else {"status": answer.model_dump(mode="json", by_alias=True)}
@@ -110,6 +114,7 @@ class Replay:
     scene: Object = field(repr=False)
     namespace: str = "rl"
     server: str = "https://cluster.example"
+    direct: bool = False
 
     def now(self) -> dt.datetime:
         return dt.datetime.fromisoformat(self.scene["now"])
@@ -125,8 +130,8 @@ class Replay:
             raise LookupError(f"the recording has no answer to {_key(path, params, body)}")
         return Reply(found["status"], found["body"])
 
-    def engines(self, asked: Sequence[tuple[str, str]]) -> list[Engine]:
-        answers = [self.scene["engines"][address] for address, _ in asked]
+    def engines(self, asked: Sequence[Door]) -> list[Engine]:
+        answers = [self.scene["engines"][door.address] for door in asked]
         return [
             EngineStatus.model_validate(each["status"])
             if "status" in each

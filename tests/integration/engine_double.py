@@ -1,5 +1,7 @@
 """The real gate and admin plane, over an engine that is always idle: ``engine_double.py HOST PORT TOKEN_FILE``.
 
+With ``DOUBLE_TLS=FOLDER`` it serves TLS with tls.crt and tls.key of that folder.
+
 Every command that reached the gate is one JSON line on stdout: step, term, epoch, and what came of it.
 """
 
@@ -97,7 +99,9 @@ def main() -> None:
     middleware = GateMiddleware(nothing, gate, 16)
     commands = Recorded(gate, middleware, IdleEngine(), "pod", os.environ.get("MOONTIDE_KEY_NAMESPACE", ""))
     app = AdminApp(commands, middleware, nothing, TokenFile(token_file))
-    uvicorn.run(app, host=host, port=int(port), log_level="warning")
+    folder = os.environ.get("DOUBLE_TLS")
+    files = {"ssl_certfile": f"{folder}/tls.crt", "ssl_keyfile": f"{folder}/tls.key"} if folder else {}
+    uvicorn.run(app, host=host, port=int(port), log_level="warning", **files)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,18 @@ import pytest
 import yaml
 
 from hack.pictures.recording import Recorder
+from moontide import naming
 from moontide.cli import doctor
 from moontide.cli.app import main
-from moontide.cli.cluster import Cluster
+from moontide.cli.cluster import REFUSED, Cluster, Door
 from moontide.cli.gather import look
+from moontide.engines.client import Unanswered
+from moontide.planning.model import EngineStatus
 from moontide.trainer.access import find
+from tests.component.certificates import Authority
 from tests.integration.stage import RESOLVING, ROOT, Stage
 
+DOUBLE = Path(__file__).parent / "engine_double.py"
 OPERATOR = "app.kubernetes.io%2Fname%3Dmoontide-operator"
 CHAT = "moontide.dev%2Fdeployment%3Dchat"
 
@@ -99,27 +107,30 @@ def saved(recorder: Recorder, stage: Stage, log: Path) -> None:
 def test_a_change_is_rehearsed_followed_and_drawn(term: Terminal, wait_for: Callable[..., Any], tmp_path: Path) -> None:
     stage = term.stage
     assert ready(stage, CHAT) == 3
-    wait_for("three are ready", lambda: term.json("status", "chat")["fleets"][0]["status"]["ready"] == "3/3")
+    # Pods of these tests have addresses of this machine, to which no API server passes anything on.
+    wait_for(
+        "three are ready", lambda: term.json("status", "chat", "--direct")["fleets"][0]["status"]["ready"] == "3/3"
+    )
     names = {pod["metadata"]["name"] for pod in stage.pods("chat")}
-    with Cluster(find(term.kubeconfig)) as cluster:
+    with Cluster(find(term.kubeconfig), direct=True) as cluster:
         recorder = Recorder(cluster)
         recorder.begin("before")
         sight = look(recorder, stage.namespace, "chat")
         recorder.begin("doctor")
         doctor.facts(recorder, stage.namespace)
 
-        rows = term.json("status", "chat")["replicas"]
+        rows = term.json("status", "chat", "--direct")["replicas"]
         assert {(row["replica"], row["state"], row["epoch"], row["source"]) for row in rows} == {
             (name, "open", 1, "engine") for name in names
         }
         assert sight.unseen == ()
         assert "3/3 replicas serve version 1 in epoch 1" in term("status")
-        assert "nothing to do" in term("explain", "chat")
+        assert "nothing to do" in term("explain", "chat", "--direct")
 
-        asked = term.json("bump", "chat", "2", "--dry-run")
+        asked = term.json("bump", "chat", "2", "--dry-run", "--direct")
         assert stage.status("chat")["epoch"] == 1
         before = len(stage.journal())
-        out = term("bump", "chat", "2", "--wait")
+        out = term("bump", "chat", "2", "--wait", "--direct")
         epoch = stage.wait_current("chat", 2)
         for name in names:
             assert f"{name}: open in epoch {epoch}, version 2\n" in out
@@ -160,6 +171,61 @@ def test_a_change_is_rehearsed_followed_and_drawn(term: Terminal, wait_for: Call
     assert "from status (the operator's log cannot be had" in term("timeline", "chat")
 
 
+def test_where_the_api_server_passes_nothing_on_it_is_what_status_says(term: Terminal) -> None:
+    found = term.json("status", "chat")
+    assert {(row["state"], row["source"]) for row in found["replicas"]} == {("open", "status")}
+    (text,) = found["unseen"]
+    said = f"engines in namespace {term.stage.namespace}: the API server does not pass it on: address not allowed"
+    assert text.startswith(f"{said}, so they were not asked; ")
+    assert text.endswith("where pods can be reached from here, write --direct")
+
+
+@pytest.fixture(name="outside", params=["http", "https"])
+def _outside(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The admin address of an engine on this machine to which an API server passes things on."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent.
+        probe.connect(("192.0.2.1", 9))
+        host = probe.getsockname()[0]
+    with socket.socket() as taken:
+        taken.bind((host, 0))
+        port = taken.getsockname()[1]
+    monkeypatch.setattr(naming, "ADMIN_PORT", port)
+    (tmp_path / "token").write_text("the-engines-token\n")
+    secured = request.param == "https"
+    if secured:
+        Authority(tmp_path).issue(tmp_path, "chat.rl.svc")
+        monkeypatch.setenv("DOUBLE_TLS", str(tmp_path))
+    engine = subprocess.Popen([sys.executable, str(DOUBLE), host, str(port), str(tmp_path / "token")])
+    try:
+        yield f"{'https://' if secured else ''}{host}:{port}"
+    finally:
+        engine.kill()
+        engine.wait(10)
+
+
+def test_through_the_api_server_an_engine_takes_its_own_token(
+    kubectl: Any, namespace: str, outside: str, wait_for: Callable[..., Any]
+) -> None:
+    host = outside.removeprefix("https://").partition(":")[0]
+    container = {"name": "engine", "image": "registry.example/engine"}
+    meta = {"name": "chat-0", "namespace": namespace}
+    kubectl.apply({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": [container]}})
+    status = json.dumps({"status": {"phase": "Running", "podIP": host, "podIPs": [{"ip": host}]}})
+    kubectl("patch", "pod", "chat-0", "-n", namespace, "--subresource=status", "--type=merge", "-p", status)
+    door = Door(outside, "the-engines-token", namespace, "chat-0")
+    with Cluster(find(kubectl.kubeconfig)) as cluster:
+
+        def answer() -> EngineStatus | None:
+            (found,) = cluster.engines([door])
+            return found if isinstance(found, EngineStatus) else None
+
+        assert wait_for("the engine", answer).state == "closed"
+        (found,) = cluster.engines([replace(door, token="another")])
+        assert isinstance(found, Unanswered)
+        assert found.reason == "Http401"
+
+
 def test_the_doctor_sees_this_release_and_what_is_missing(term: Terminal) -> None:
     found = term.json("doctor", rc=1)
     said = {(each["about"], each["found"]): each["level"] for each in found["findings"]}
@@ -197,6 +263,9 @@ def test_who_may_see_little_sees_that_and_is_told_the_rest(term: Terminal, visit
     out = term("status", "chat", kubeconfig=visitor)
     assert "replicas serve version" in out
     assert "not seen: pods of " in out
+    with Cluster(find(visitor)) as cluster:
+        (engine,) = cluster.engines([Door("10.0.0.1:8001", "x", term.stage.namespace, "chat-0")])
+    assert engine == Unanswered(REFUSED, f"you may not get pods/proxy in {term.stage.namespace}")
     assert "not seen: pools of " in out
     assert "cannot patch resource" in term("bump", "chat", "9", rc=1, kubeconfig=visitor) + term.error
     assert term.stage.policy("chat")["spec"]["version"] != 9

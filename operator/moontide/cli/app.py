@@ -106,14 +106,14 @@ class Where:
         )
 
     @contextlib.contextmanager
-    def cluster(self) -> Iterator[Cluster]:
-        """The API server. Raises AccessError, and CliError where there is only a hook."""
+    def cluster(self, direct: bool = False) -> Iterator[Cluster]:
+        """The API server; ``direct``: see :class:`Cluster`. Raises AccessError, and CliError where there is a hook."""
         if self.by_hook:
             raise CliError(
                 f"this looks at more than one policy, and the hook shows no more; give a kubeconfig instead of --hook "
                 f"or ${HOOK}, or write: {PROGRAM} status NAME"
             )
-        with Cluster(self.access()) as found:
+        with Cluster(self.access(), direct=direct) as found:
             yield found
 
     def arguments(self) -> list[str]:
@@ -199,6 +199,15 @@ As = Annotated[Output, typer.Option("--output", "-o", help="text, or json for pr
 Timeout = Annotated[str, typer.Option("--timeout", metavar="TIME", help="of the wait: 90s, 5m")]
 Everywhere = Annotated[bool, typer.Option("--all-namespaces", "-A", help="of all namespaces")]
 NoEngines = Annotated[bool, typer.Option("--no-engines", help="do not ask engines, take what status says")]
+Direct = Annotated[
+    bool,
+    typer.Option(
+        "--direct",
+        help="ask engines at their own addresses, not through the API server: for engines without pods, and where it "
+        "passes nothing on; only where such an address cannot be another host's, which would get the admin token, "
+        "without TLS in clear",
+    ),
+]
 
 
 def console() -> Console:
@@ -231,6 +240,7 @@ def status(
     everywhere: Everywhere = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="go on, live; end it with Ctrl-C")] = False,
     no_engines: NoEngines = False,
+    direct: Direct = False,
     output: As = Output.TEXT,
 ) -> int:
     """The fleet on one screen: policies, deployments, replicas, pools."""
@@ -238,7 +248,7 @@ def status(
         return plain.main(["status", policy, *where.arguments()], access=where.access())
     if everywhere and policy is not None:
         raise typer.BadParameter("one policy is in one namespace: leave -A out, or the name")
-    with where.cluster() as cluster:
+    with where.cluster(direct) as cluster:
         place = None if everywhere else where.namespace or cluster.namespace
 
         def seen() -> Sight:
@@ -281,9 +291,15 @@ def history(
 
 
 @command("explain")
-def explain(where: Where, policy: Name, no_engines: NoEngines = False, output: As = Output.TEXT) -> int:
+def explain(
+    where: Where,
+    policy: Name,
+    no_engines: NoEngines = False,
+    direct: Direct = False,
+    output: As = Output.TEXT,
+) -> int:
     """What the planner sees, what it would do next, and why."""
-    with where.cluster() as cluster:
+    with where.cluster(direct) as cluster:
         sight = look(cluster, where.namespace, policy, ask_engines=not no_engines)
     seen = sight.policies[0]
     rehearsal = _rehearsed(sight, seen)
@@ -361,24 +377,25 @@ def bump(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="change nothing; print what would be done")] = False,
     timeout: Timeout = "5m",
+    direct: Direct = False,
     output: As = Output.TEXT,
 ) -> int:
     """Set spec.version: the weights have been pushed, or are not looked at."""
     wanted, seconds = _version(version), _seconds(timeout)
     if dry_run:
-        return _rehearse_bump(where, name, wanted, output)
+        return _rehearse_bump(where, name, wanted, direct, output)
     if where.by_hook or not wait or output is Output.JSON:
         return _plainly(where, "bump", name, output, version, wait=wait, timeout=timeout)
     done = _plainly(where, "bump", name, output, version)
     if done != DONE:
         return done
-    with where.cluster() as cluster:
+    with where.cluster(direct) as cluster:
         place = where.namespace or cluster.namespace
         return live.follow(console(), cluster, place, name, str(wanted), seconds)
 
 
-def _rehearse_bump(where: Where, name: str, version: int | str, output: Output) -> int:
-    with where.cluster() as cluster:
+def _rehearse_bump(where: Where, name: str, version: int | str, direct: bool, output: Output) -> int:
+    with where.cluster(direct) as cluster:
         sight = look(cluster, where.namespace, name)
         seen = sight.policies[0]
         spec, meta = seen.resource.model.spec, seen.resource.meta

@@ -277,6 +277,7 @@ def user_rights(namespace: str, system: str = SYSTEM) -> list[Right]:
         Right("patch", GROUP, "policyversions", "", namespace, why="bump, prepare, commit, abort, reset"),
         Right("list", "", "pods", "", namespace, why="status, explain, bump --wait: a line a replica"),
         Right("get", "", "secrets", "", namespace, why="asking engines (Secret NAME-admin)"),
+        Right("get", "", "pods", "proxy", namespace, why="asking engines through the API server"),
         Right("list", "", "events", "", namespace, why="history --events"),
         Right("get", "", "pods", "log", system, why="timeline: a bar a replica"),
     ]

@@ -15,7 +15,7 @@ from moontide.trainer import cli as plain
 NEEDED = ("typer", "rich", "pydantic", "kubernetes", "yaml")
 MORE = ("history", "explain", "doctor", "timeline")
 """The commands that the plain program does not have."""
-FLAGS = ("--dry-run", "-o", "--output", "-w", "--watch", "-A", "--all-namespaces", "--no-engines")
+FLAGS = ("--dry-run", "-o", "--output", "-w", "--watch", "-A", "--all-namespaces", "--no-engines", "--direct")
 """And its options, of commands that it has."""
 
 

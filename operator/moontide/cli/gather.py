@@ -23,7 +23,7 @@ from moontide.api.v1alpha1 import (
     PolicyVersion,
     PolicyVersionStatus,
 )
-from moontide.cli.cluster import Reader, core, find, items, where
+from moontide.cli.cluster import REFUSED, Door, Reader, core, find, items, where
 from moontide.cli.errors import CliError, Denied, near
 from moontide.engines import tls
 from moontide.engines.client import Unanswered
@@ -297,28 +297,35 @@ def _asked(at: _Look, resource: Resource[InferenceDeployment], replicas: list[Re
     answers = dict(
         zip(
             (each.name for each in reachable),
-            at.reader.engines([(each.address or "", token) for each in reachable]),
+            at.reader.engines([Door(each.address or "", token, each.namespace, each.pod) for each in reachable]),
             strict=True,
         )
     )
     if all(isinstance(each, Unanswered) and _unreached(each) for each in answers.values()):
         first = next(iter(answers.values()))
         assert isinstance(first, Unanswered)
-        engines = f"engines of {resource.meta.namespace}/{resource.meta.name}"
-        if first.reason == tls.REASON:
-            at.say(f"{engines}: who signs for their admin ports is known to the operator alone; taken as status says")
-        else:
-            at.say(
-                f"{engines}: none answers from here ({first.message}); "
-                "taken as status says; where pods can be reached, for example in one, they are asked"
-            )
+        at.say(_why_none(at, resource, first))
         return [replace(each, error=f"{NOT_ASKED}: " if each.name in answers else each.error) for each in replicas]
     return [_with(each, answers.get(each.name)) for each in replicas]
 
 
+def _why_none(at: _Look, resource: Resource[InferenceDeployment], answer: Unanswered) -> str:
+    engines = f"engines of {resource.meta.namespace}/{resource.meta.name}"
+    directly = "where pods can be reached from here, write --direct"
+    if answer.reason == tls.REASON:
+        return f"{engines}: who signs for their admin ports is known to the operator alone; taken as status says"
+    if answer.reason == REFUSED:
+        # Of all fleets there the same, so it is said once.
+        place = f"engines in namespace {resource.meta.namespace}"
+        return f"{place}: {answer.message}, so they were not asked; taken as status says; {directly}"
+    if at.reader.direct:
+        return f"{engines}: none answers from here ({answer.message}); taken as status says"
+    return f"{engines}: none answers through the API server ({answer.message}); taken as status says; {directly}"
+
+
 def _unreached(answer: Unanswered) -> bool:
     # Authorities of the cluster's own are the operator's to know.
-    return answer.reason in ("Timeout", "Unreachable", tls.REASON)
+    return answer.reason in ("Timeout", "Unreachable", REFUSED, tls.REASON)
 
 
 def _with(replica: Replica, answer: EngineStatus | Unanswered | None) -> Replica:
@@ -332,11 +339,17 @@ def _with(replica: Replica, answer: EngineStatus | Unanswered | None) -> Replica
 def _adopted(at: _Look, resource: Resource[InferenceDeployment]) -> list[Replica]:
     endpoints, marks = resource.model.spec.endpoints, adopted.marks_of(resource)
     urls = list(dict.fromkeys([*(endpoints.urls if endpoints is not None else ()), *marks.values()]))
-    token = _token(at, resource) if urls else None
+    if urls and at.ask_engines and not at.reader.direct:
+        # No pod stands for them, so the API server has no way to them.
+        engines = f"engines of {resource.meta.namespace}/{resource.meta.name}"
+        at.say(
+            f"{engines}: are reached at their URLs alone; taken as status says; where these lead there, write --direct"
+        )
+    token = _token(at, resource) if urls and at.reader.direct else None
     if token is None:
         answers: list[EngineStatus | Unanswered] = [Unanswered(NOT_ASKED, "") for _ in urls]
     else:
-        answers = at.reader.engines([(adopted.address_of(url), token) for url in urls])
+        answers = at.reader.engines([Door(adopted.address_of(url), token) for url in urls])
         if urls and all(isinstance(each, Unanswered) and _unreached(each) for each in answers):
             at.say(f"engines of {resource.meta.namespace}/{resource.meta.name}: none answers from here")
             answers = [Unanswered(NOT_ASKED, "") for _ in urls]

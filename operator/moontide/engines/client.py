@@ -159,7 +159,11 @@ async def engine_status(
     answer = await _json(http, "GET", url, token, seconds, server_name=server_name)
     if isinstance(answer, Unanswered):
         return answer
-    code, body = answer
+    return status_of(address, *answer)
+
+
+def status_of(address: str, code: int, body: dict[str, Any]) -> EngineStatus | Unanswered:
+    """What an answer to ``GET /moontide/v1/status`` says. ``address``: for people."""
     if code != 200:
         return Unanswered(f"Http{code}", f"{address} answered {code}: {str(body)[:200]}")
     try:

@@ -42,6 +42,8 @@ class Access:
     tls_name: str = ""
     proxy: str | None = None
     hook: bool = False
+    in_cluster: bool = False
+    """Whether this is a pod of the cluster, by its service account."""
 
     def target(self, name: str, namespace: str | None = None, say: Callable[[str], None] = lambda _: None) -> Target:
         """A policy there. Raises AccessError, BadName."""
@@ -146,6 +148,7 @@ def _in_cluster(environ: Mapping[str, str], folder: Path) -> Access:
         origin=f"the service account of this pod ({folder})",
         tls=_tls(str(folder), (folder / "ca.crt").read_bytes() if (folder / "ca.crt").exists() else None),
         token_file=folder / "token",
+        in_cluster=True,
     )
 
 

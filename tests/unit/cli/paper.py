@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moontide.cli.cluster import Engine, Reply
+from moontide.cli.cluster import Door, Engine, Reply
 from moontide.engines.client import Unanswered
 from moontide.planning.model import EngineStatus
 from tests.unit.planning.world import World
@@ -32,6 +32,7 @@ class PaperCluster:
     rights: bool = True
     namespace: str = "rl"
     server: str = "https://paper.example (a test)"
+    direct: bool = False
     asked: list[str] = field(default_factory=list)
 
     def now(self) -> dt.datetime:
@@ -82,8 +83,10 @@ class PaperCluster:
             for each in objects
         ]
 
-    def engines(self, asked: Sequence[tuple[str, str]]) -> list[Engine]:
-        return [self.answers.get(address, Unanswered("Timeout", f"no answer from {address}")) for address, _ in asked]
+    def engines(self, asked: Sequence[Door]) -> list[Engine]:
+        return [
+            self.answers.get(door.address, Unanswered("Timeout", f"no answer from {door.address}")) for door in asked
+        ]
 
 
 def paper(world: World, *, fleet: str = "chat", policy: str = "policy", token: bool = True) -> PaperCluster:

@@ -36,7 +36,8 @@ def _type_into(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
     def run(cluster: PaperCluster, *arguments: str, rc: int = 0) -> tuple[str, str]:
         @contextlib.contextmanager
-        def there(_: app.Where) -> Iterator[PaperCluster]:
+        def there(_: app.Where, direct: bool = False) -> Iterator[PaperCluster]:
+            cluster.direct = direct
             yield cluster
 
         monkeypatch.setattr(app.Where, "cluster", there)
@@ -72,7 +73,7 @@ def test_it_is_what_engines_say_that_counts() -> None:
 
 
 @pytest.mark.parametrize("fences", [False, True])
-@pytest.mark.parametrize("denied", ["secrets", "engines", "tls"])
+@pytest.mark.parametrize("denied", ["secrets", "engines", "tls", "refused"])
 def test_without_engines_the_plan_is_the_same_and_is_said_to_be_assumed(fences: bool, denied: str) -> None:
     world = world_of(fences, weights="Unchecked")
     cluster = paper(world)
@@ -80,6 +81,9 @@ def test_without_engines_the_plan_is_the_same_and_is_said_to_be_assumed(fences: 
         cluster.denied.add("/api/v1/namespaces/rl/secrets")
     elif denied == "tls":
         cluster.answers = dict.fromkeys(cluster.answers, Unanswered("TLSHandshake", "put it into a ConfigMap"))
+    elif denied == "refused":
+        why = Unanswered("Refused", "you may not get pods/proxy in rl")
+        cluster.answers = dict.fromkeys(cluster.answers, why)
     else:
         cluster.answers.clear()
     sight = look(cluster, "rl", "policy")
@@ -88,7 +92,8 @@ def test_without_engines_the_plan_is_the_same_and_is_said_to_be_assumed(fences: 
     said = {
         "secrets": "you may not get Secret chat-admin",
         "tls": "is known to the operator alone",
-        "engines": "none answers from here",
+        "engines": "none answers through the API server",
+        "refused": "engines in namespace rl: you may not get pods/proxy in rl, so they were not asked",
     }
     assert said[denied] in text
     assert {row.source for row in rows(sight.fleets)} == {"status"}
@@ -345,9 +350,19 @@ def test_engines_that_others_launched_are_asked_by_their_url(type_into: Type) ->
     fleet["spec"] = {"endpoints": {"urls": [url]}, "policyRef": {"name": "policy"}}
     fleet["status"]["adopted"] = {engine.boot_id: url}
     cluster.answers = {"10.9.0.1:8001": engine.model_copy(update={"key_namespace": "fleet-chat"})}
+    sight = look(cluster, "rl", "policy")
+    assert [(row.state, row.epoch, row.source) for row in rows(sight.fleets)] == [("open", 1, "status")]
+    assert sight.unseen == (
+        "engines of rl/chat: are reached at their URLs alone; taken as status says; where these lead there, "
+        "write --direct",
+    )
+    assert not [path for path in cluster.asked if "/secrets/" in path]
+    assert "not seen" not in type_into(cluster, "status", "--no-engines")[0]
+    out = type_into(cluster, "status", "--direct")[0]
+    assert "(adopted)" in out
+    assert "not seen" not in out
     (found,) = rows(look(cluster, "rl", "policy").fleets)
     assert (found.replica, found.state, found.source) == ("10.9.0.1:8001", "open", "engine")
-    assert "(adopted)" in type_into(cluster, "status")[0]
     cluster.answers = {}
     sight = look(cluster, "rl", "policy")
     assert [(row.state, row.epoch, row.source) for row in rows(sight.fleets)] == [("open", 1, "status")]
