@@ -243,7 +243,7 @@ def main(
     try:
         found = access or _access(options)
         target = found.target(options.name, getattr(options, "namespace", None), _progress())
-        with Api(found) as api:
+        with Api(found, patient=False) as api:
             api.run(options.run(options, target))
     except MoontideError as error:
         print(f"{_PROGRAM}: {told(error)}", file=sys.stderr)

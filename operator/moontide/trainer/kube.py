@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from moontide.trainer.access import Access
-from moontide.trainer.errors import AccessError
+from moontide.trainer.errors import AccessError, ApiUnavailable
 from moontide.trainer.steps import Answer, Call, Sleep, Steps
 
 T = TypeVar("T")
@@ -73,10 +73,14 @@ def _no_answer(access: Access, error: httpx.TransportError) -> Answer:
 
 
 class Api:
-    """The API server, or a hook, for code that may block."""
+    """The API server, or a hook, for code that may block.
 
-    def __init__(self, access: Access) -> None:
+    Where not ``patient``, one that cannot be connected to is waited for only if it has answered before.
+    """
+
+    def __init__(self, access: Access, *, patient: bool = True) -> None:
         self._access = access
+        self._patient = patient
         self._http = httpx.Client(**http_options(access))
 
     def __enter__(self) -> Api:
@@ -88,7 +92,7 @@ class Api:
         self._http.close()
 
     def run(self, steps: Steps[T]) -> T:
-        """Carry the steps out and give what they come to."""
+        """Carry the steps out and give what they come to. Raises AccessError, ApiUnavailable, and what they raise."""
         answer: Answer | None = None
         while True:
             try:
@@ -104,9 +108,17 @@ class Api:
 
     def _call(self, call: Call) -> Answer:
         try:
-            return _answer(self._http.request(**_arguments(self._access, call)))
+            answer = _answer(self._http.request(**_arguments(self._access, call)))
         except httpx.TransportError as error:
-            return _no_answer(self._access, error)
+            answer = _no_answer(self._access, error)
+            if not self._patient and isinstance(error, httpx.ConnectError):
+                right = "reachable from here" if self._access.hook else "the right context"
+                raise ApiUnavailable(
+                    f"no answer from {self._access.origin}: {answer.text}; is it up, and is it {right}?"
+                ) from error
+            return answer
+        self._patient = True
+        return answer
 
 
 async def carry_out(steps: Steps[T], call: Callable[[Call], Awaitable[Answer]]) -> T:

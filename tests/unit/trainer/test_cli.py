@@ -7,10 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from moontide.trainer import cli
+from moontide.trainer.access import Access
 from moontide.trainer.cli import main, version_of
 from tests.unit.trainer.cluster import Cluster
 
@@ -244,3 +247,44 @@ def test_the_console_script(here: Cluster) -> None:
     assert done.returncode == 0, done.stderr
     assert "PolicyVersion rl/policy: version 1 is current in epoch" in done.stdout
     assert here.requests
+
+
+@pytest.mark.parametrize("server", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
+def test_where_no_cluster_is_it_says_so_at_once(
+    here: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    def no_sleep(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    def resolve(host: str, *_: object, **__: object) -> list[object]:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("moontide.trainer.kube.time.sleep", no_sleep)
+    if "invalid" in server:
+        monkeypatch.setattr("socket.getaddrinfo", resolve)
+    access = Access(server, "rl", "kubeconfig here")
+    for arguments in (["bump", "policy", "2"], ["wait", "policy"], ["status", "policy"]):
+        assert main(arguments, access=access) == cli.LATE
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith(f"kubectl moontide: no answer from kubeconfig here: {server}: ConnectError")
+        assert said.err.endswith("; is it up, and is it the right context?\n")
+        assert said.err.count("\n") == 1
+
+
+def test_one_that_has_answered_is_waited_for(
+    here: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = httpx.Client.request, list[str]()
+
+    def flaky(client: httpx.Client, **call: Any) -> httpx.Response:
+        asked.append(call["method"])
+        if len(asked) == 2:
+            raise httpx.ConnectError("Connection refused")
+        return real(client, **call)
+
+    monkeypatch.setattr(httpx.Client, "request", flaky)
+    assert main(["bump", "policy", "2"]) == cli.DONE
+    assert "ConnectError Connection refused; trying again" in capsys.readouterr().out
+    assert asked[1] == asked[2]
+    assert here.patches == [{"version": 2}]
