@@ -204,11 +204,14 @@ def _merged(paths: list[Path]) -> dict[str, Any]:
             continue
         loaded = _load(path)
         merged["current-context"] = merged["current-context"] or loaded.get("current-context") or ""
-        for kind, inner in (("contexts", "context"), ("clusters", "cluster"), ("users", "user")):
+        for kind, inner in _SECTIONS.items():
             for each in loaded.get(kind) or ():
                 found = {**(each.get(inner) or {}), "/folder": path.parent}
                 merged[kind].setdefault(each.get("name"), found)
     return merged
+
+
+_SECTIONS = {"contexts": "context", "clusters": "cluster", "users": "user"}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -216,13 +219,27 @@ def _load(path: Path) -> dict[str, Any]:
         text = path.read_text()
     except OSError as error:
         raise AccessError(f"kubeconfig {path} cannot be read: {error.strerror}; give another") from error
+    except UnicodeDecodeError as error:
+        raise _no_kubeconfig(path, "not text") from error
     try:
         loaded = json.loads(text)
     except ValueError:
         loaded = _yaml(path, text)
     if not isinstance(loaded, dict):
-        raise AccessError(f"{path} is no kubeconfig")
+        raise _no_kubeconfig(path, "no mapping")
+    for kind, inner in _SECTIONS.items():
+        listed = loaded.get(kind) or []
+        named = isinstance(listed, list) and all(isinstance(each, dict) for each in listed)
+        if not named or not all(isinstance(each.get(inner) or {}, dict) for each in listed):
+            raise _no_kubeconfig(path, f"{kind} is no list of {{name, {inner}}}")
     return loaded
+
+
+def _no_kubeconfig(path: Path, why: str) -> AccessError:
+    return AccessError(
+        f"{path} is no kubeconfig ({why}); write --kubeconfig FILE with one, as $HOME/.kube/config: "
+        "`kubectl config view` shows the one in use"
+    )
 
 
 def _yaml(path: Path, text: str) -> Any:
@@ -237,7 +254,7 @@ def _yaml(path: Path, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise AccessError(f"{path} is no kubeconfig: {' '.join(str(error).split())}") from error
+        raise _no_kubeconfig(path, " ".join(str(error).split())) from error
 
 
 def _path(section: Mapping[str, Any], key: str) -> Path | None:

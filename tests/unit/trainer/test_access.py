@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -155,11 +156,23 @@ def test_what_cannot_be_used_says_why(tmp_path: Path, change: Config, says: str)
         find(write(tmp_path / "config", {**kubeconfig("https://x"), **change}))
 
 
-@pytest.mark.parametrize("text", ["- a\n", "just text", "{a: [}"])
-def test_what_is_no_kubeconfig(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"- a\n", "no mapping"),
+        (b"just text", "no mapping"),
+        (b"{a: [}", "while parsing a flow"),
+        (b"\xff\xfe", "not text"),
+        (b"contexts: 5", "contexts is no list of {name, context}"),
+        (b"clusters: [5]", "clusters is no list of {name, cluster}"),
+        (b"users: [{name: a, user: 5}]", "users is no list of {name, user}"),
+    ],
+)
+def test_what_is_no_kubeconfig_says_what_to_write(tmp_path: Path, text: bytes, why: str) -> None:
     path = tmp_path / "config"
-    path.write_text(text)
-    with pytest.raises(AccessError, match="is no kubeconfig"):
+    path.write_bytes(text)
+    said = f"{path} is no kubeconfig ({why}"
+    with pytest.raises(AccessError, match=f"^{re.escape(said)}.*; write --kubeconfig FILE with one, as "):
         find(path)
 
 
