@@ -126,7 +126,7 @@ def svg(picture: Picture) -> str:
 def png(picture: Picture, scale: int = 2) -> bytes:
     """The picture as a PNG file. Raises CliError where pillow is not installed."""
     if importlib.util.find_spec("PIL") is None:
-        raise CliError("a PNG needs pillow: pip install 'moontide[png]', or write --svg instead")
+        raise CliError("a PNG needs pillow: pip install '.[png]' from a checkout of Moontide, or write --svg")
     image_of: Any = importlib.import_module("PIL.Image")
     pen_of: Any = importlib.import_module("PIL.ImageDraw")
     fonts: Any = importlib.import_module("PIL.ImageFont")

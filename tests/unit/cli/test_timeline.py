@@ -144,7 +144,9 @@ def test_a_png_is_one_and_without_pillow_there_is_a_sentence(monkeypatch: pytest
     assert made[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(made[16:20]) == drawn.width
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(picture.CliError, match="needs pillow: pip install 'moontide\\[png\\]', or write --svg"):
+    with pytest.raises(
+        picture.CliError, match="needs pillow: pip install '\\.\\[png\\]' from a checkout of Moontide, or "
+    ):
         picture.png(drawn)
 
 
