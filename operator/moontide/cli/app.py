@@ -14,11 +14,13 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import typer
@@ -32,9 +34,11 @@ from moontide.cli import live, picture, screen
 from moontide.cli.checks import Level, examine, worst
 from moontide.cli.cluster import Cluster, core, items
 from moontide.cli.credentials import token_of
+from moontide.cli.entry import own_version
 from moontide.cli.errors import CliError, Denied
 from moontide.cli.gather import PolicySight, Sight, look, policies
 from moontide.cli.gather import hint as hint_at
+from moontide.cli.operators import Installation, installations
 from moontide.cli.rehearsal import Rehearsal, rehearse
 from moontide.cli.timeline import render as render_timeline
 from moontide.trainer import cli as plain
@@ -53,7 +57,10 @@ from moontide.trainer.kube import Api
 from moontide.trainer.policy import Object
 from moontide.trainer.steps import read
 
+T = TypeVar("T")
 READ_SECONDS = 15.0
+SOON_SECONDS = 2.0
+"""For what is not worth a longer wait: names, when a shell asks, and the version of the operator."""
 NO_FILES = 4
 """To kubectl: these are all, do not complete names of files."""
 PROGRAM, SCRIPT, COMPLETE = "kubectl moontide", "kubectl-moontide", "_KUBECTL_MOONTIDE_COMPLETE"
@@ -180,14 +187,38 @@ def _version(text: str) -> int | str:
 
 
 def _complete_policy(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of policies, for a shell. Silent where they cannot be had."""
+    """Names of policies, for a shell. Silent where they cannot be had, or not soon."""
     given = {key: ctx.params.get(key) for key in _COMMON}
-    try:
+
+    def ask() -> list[str]:
         with Where(**given).cluster() as cluster:
             found = policies(cluster, given["namespace"] or cluster.namespace)
-    except MoontideError:
+        return [each.resource.meta.name for each in found]
+
+    try:
+        return [each for each in soon(ask) or () if each.startswith(incomplete)]
+    except (MoontideError, httpx.InvalidURL, ValidationError):
         return []
-    return [each.resource.meta.name for each in found if each.resource.meta.name.startswith(incomplete)]
+
+
+def soon(ask: Callable[[], T]) -> T | None:
+    """What comes of it, or None where it takes too long. Raises what it raises.
+
+    In a thread, because neither the search for a host's address nor a program that gives credentials has a bound.
+    """
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(ask())
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return found.result(SOON_SECONDS)
+    except TimeoutError:
+        return None
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="of the PolicyVersion", autocompletion=_complete_policy)]
@@ -510,6 +541,48 @@ def wait(
     """Wait, and print each change of state with the seconds since the start."""
     _seconds(timeout)
     return _plainly(where, "wait", name, output, f"--for={what.value}", timeout=timeout)
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def _versions(where: Where, output: Output) -> int:
+    def ask() -> list[Installation]:
+        with where.cluster() as cluster:
+            return installations(cluster)
+
+    unseen = ""
+    try:
+        found = soon(ask)
+        if not found:
+            unseen = f"no answer from a cluster within {SOON_SECONDS:.0f} s" if found is None else "none is installed"
+    except MoontideError as error:
+        found, unseen = [], str(error)
+    if output is Output.JSON:
+        return _json({"version": own_version(), "operators": [each.wire() for each in found or ()], "unseen": unseen})
+    lines = [f"operator {each.namespace}/{each.name} {each.version}, image {each.image}" for each in found or ()]
+    _say([f"{PROGRAM} {own_version()}", *(lines or [f"operator: not seen: {unseen}"])])
+    return DONE
+
+
+@command("version")
+def version(where: Where, output: As = Output.TEXT) -> int:
+    """The versions of this program and, where a cluster answers soon, of its operators."""
+    return _versions(where, output)
+
+
+def _version_option(given: bool) -> None:
+    if given:
+        raise typer.Exit(_versions(Where(), Output.TEXT))
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version_option, is_eager=True, help="the same as the command version")
+    ] = False,
+) -> None:
+    pass
 
 
 # -- the program -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Imports nothing that a trainer's image may lack.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,14 @@ def missing() -> list[str]:
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
+def own_version() -> str:
+    """The version of this program."""
+    try:
+        return importlib.metadata.version("moontide")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (it was not installed with pip)"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -31,11 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not lacking:
         full: Callable[[Sequence[str]], int] = importlib.import_module("moontide.cli.app").main
         return full(given)
+    if given[:1] in (["version"], ["--version"]):
+        print(f"kubectl moontide {own_version()}")
+        return plain.DONE
     asked = next((each for each in given if not each.startswith("-")), "")
     flag = next((each for each in given if each.partition("=")[0] in FLAGS), "")
     if asked in MORE or flag:
         what = asked if asked in MORE else flag
-        text = f"kubectl moontide {what} needs {', '.join(lacking)}: pip install 'moontide[cli]'"
+        text = f"kubectl moontide {what} needs {', '.join(lacking)}: pip install '.[cli]' from a checkout of Moontide"
         print(text, file=sys.stderr)
         return plain.WRONG
     return plain.main(given)

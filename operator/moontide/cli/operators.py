@@ -43,6 +43,20 @@ class Installation:
         }
 
     @property
+    def version(self) -> str:
+        """The chart's; an image of another version may be written into its values."""
+        return str((self.deployment["metadata"].get("labels") or {}).get("app.kubernetes.io/version") or "unknown")
+
+    @property
+    def image(self) -> str:
+        """Of the operator's container."""
+        return str(self.deployment["spec"]["template"]["spec"]["containers"][0].get("image") or "unknown")
+
+    def wire(self) -> dict[str, str]:
+        """As JSON: which one it is, and its version."""
+        return {"namespace": self.namespace, "name": self.name, "version": self.version, "image": self.image}
+
+    @property
     def account(self) -> str:
         """The user that its service account is."""
         pod = self.deployment["spec"]["template"]["spec"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -47,7 +48,8 @@ def test_what_a_trainers_image_lacks_is_one_sentence(command: str) -> None:
     done = run(command, "policy")
     assert done.returncode == 2
     assert done.stderr.startswith(f"kubectl moontide {command} needs typer, rich, ")
-    assert done.stderr.endswith("pip install 'moontide[cli]'\n")
+    # Not by name: no index has the project, and whoever took the name there would be run.
+    assert done.stderr.endswith(": pip install '.[cli]' from a checkout of Moontide\n")
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "-A", "--output=json"])
@@ -60,4 +62,18 @@ def test_what_it_lacks_of_an_option_is_one_sentence_too(flag: str) -> None:
 
 def test_without_typer_alone_it_is_plain_too() -> None:
     done = run("doctor", blocked={"typer"})
-    assert (done.returncode, done.stderr) == (2, "kubectl moontide doctor needs typer: pip install 'moontide[cli]'\n")
+    text = "kubectl moontide doctor needs typer: pip install '.[cli]' from a checkout of Moontide\n"
+    assert (done.returncode, done.stderr) == (2, text)
+
+
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_it_knows_its_version_everywhere(word: str) -> None:
+    done = run(word)
+    assert (done.returncode, done.stdout) == (0, f"kubectl moontide {importlib.metadata.version('moontide')}\n")
+
+
+def test_python_runs_it_as_a_module() -> None:
+    command = [sys.executable, "-m", "moontide.cli", "status", "policy", "--kubeconfig", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kubectl moontide: kubeconfig /nowhere cannot be read")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.metadata
 import io
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -295,6 +297,58 @@ def test_kubectl_and_shells_complete_commands_and_names(
         main(["--show-completion", "bash"])
     assert ended.value.code == 0
     assert "_KUBECTL_MOONTIDE_COMPLETE=complete_bash" in capsys.readouterr().out
+
+
+def test_a_shell_is_not_kept_waiting_for_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.completion._get_shell_name", lambda: "bash")
+    monkeypatch.setattr(app, "SOON_SECONDS", 0.1)
+    begun, over = threading.Event(), threading.Event()
+
+    class Silent(PaperCluster):
+        """Answers when the test is over."""
+
+        def ask(self, path: str, params: Any = None, body: Any = None) -> Reply:
+            begun.set()
+            over.wait(60)
+            raise ApiUnavailable("too late")
+
+    @contextlib.contextmanager
+    def there(_: app.Where) -> Iterator[PaperCluster]:
+        yield Silent()
+
+    monkeypatch.setattr(app.Where, "cluster", there)
+    try:
+        assert app.complete(["status", ""]) == 0
+        assert begun.is_set()
+        assert capsys.readouterr().out == ":4\n"
+    finally:
+        over.set()
+
+
+def test_versions_are_this_programs_and_the_operators(type_into: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = importlib.metadata.version("moontide")
+    cluster = paper(world_of(True))
+    labels = {"app.kubernetes.io/name": "moontide-operator", "app.kubernetes.io/version": "0.0.9"}
+    containers = [{"name": "operator", "image": "registry.example/operator:8"}]
+    deployment = {
+        "metadata": {"name": "moontide-operator", "namespace": "moontide-system", "labels": labels},
+        "spec": {"template": {"spec": {"containers": containers}}},
+    }
+    cluster.add("/apis/apps/v1/deployments", deployment)
+    said = "operator moontide-system/moontide-operator 0.0.9, image registry.example/operator:8\n"
+    for arguments in (["version"], ["--version"]):
+        assert type_into(cluster, *arguments)[0] == f"kubectl moontide {own}\n{said}"
+    found = json.loads(type_into(cluster, "version", "-o", "json")[0])
+    assert (found["version"], found["operators"][0]["version"], found["unseen"]) == (own, "0.0.9", "")
+    cluster.lists["/apis/apps/v1/deployments"] = []
+    assert type_into(cluster, "version")[0].endswith("operator: not seen: none is installed\n")
+    cluster.denied.add("/apis/apps")
+    assert "operator: not seen: user cannot read" in type_into(cluster, "version")[0]
+    monkeypatch.undo()
+    monkeypatch.setenv("KUBECONFIG", "/nowhere/config")
+    assert main(["--version"]) == 0
 
 
 def test_on_a_terminal_it_is_one_screen_that_changes() -> None:
