@@ -236,6 +236,11 @@ def test_the_doctor_sees_this_release_and_what_is_missing(term: Terminal) -> Non
     assert any(about == name and text.endswith(" leads") for about, text in said)
     rights = [each for each in found["findings"] if each["about"] == "rights of the operator"]
     assert [each["level"] for each in rights] == ["ok"], rights
+    levels = {each["about"]: (each["level"], each["do"]) for each in found["findings"]}
+    # It serves one namespace, and nobody has told the chart to make what this warns of.
+    assert levels["admission"][0] == levels["network"][0] == "warn"
+    assert "--set admission.marks=On" in levels["admission"][1]
+    assert "--set networkPolicies.enabled=true, and" in levels["network"][1]
     assert any(about == "GPUs" and text.startswith("no ready node has") for about, text in said)
     assert found["worst"] == "fail"
     assert "→ install NVIDIA's device plugin" in term("doctor", rc=1)

@@ -18,6 +18,11 @@ from moontide.trainer.policy import Object
 
 GPU = "nvidia.com/gpu"
 LWS = "leaderworkersets.leaderworkerset.x-k8s.io"
+GUARDS = {
+    "marks": "whoever may edit pods may change the operator's marks on them",
+    "writers": "whoever may write the status of its resources, or its Lease, may change what it knows",
+}
+"""ValidatingAdmissionPolicies of the chart, by the last word of their names, and what is so without them."""
 LATE_LEASES = 2
 """A Lease that was not renewed for so many times its seconds is held by nobody alive."""
 
@@ -87,8 +92,10 @@ class Facts:
     user_rights: tuple[tuple[Right, bool], ...]
     sight: Sight | None
     refused: Mapping[str, str] = field(default_factory=dict)
-    guarded: Mapping[str, bool] = field(default_factory=dict)
-    """By the user of an operator of all namespaces: whether its marks are guarded by the API server."""
+    unguarded: Mapping[str, tuple[str, ...]] | None = None
+    """By the operator's user: which of :data:`GUARDS` the API server does not enforce for it. None: not seen."""
+    walled: frozenset[str] | None = None
+    """Namespaces that have NetworkPolicies of the chart. None: not seen."""
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -100,6 +107,7 @@ def examine(facts: Facts) -> list[Finding]:
     found += guards(facts)
     found += nodes(facts)
     found += fleets(facts)
+    found += walls(facts)
     found += authorities(facts)
     return found
 
@@ -191,7 +199,11 @@ def operators(facts: Facts) -> list[Finding]:
     if facts.operators is None:
         return [Finding(Level.WARN, "operator", f"was not seen: {facts.refused.get('operators', '')}", "")]
     if not facts.operators:
-        todo = f"helm install moontide charts/moontide -n {SYSTEM} --create-namespace"
+        todo = (
+            "build the images and push them, for no registry has them (docs/quickstart.md); then: helm install "
+            f"moontide charts/moontide -n {SYSTEM} --create-namespace --set image=REGISTRY/operator "
+            "--set defaults.engine.image=REGISTRY/engine --set defaults.mooncake.image=REGISTRY/mooncake"
+        )
         return [Finding(Level.FAIL, "operator", "is not installed: no Deployment with its label", todo)]
     found: list[Finding] = []
     for each in facts.operators:
@@ -244,8 +256,9 @@ def _operator(each: Installation, now: dt.datetime) -> list[Finding]:
 # -- rights ------------------------------------------------------------------------------------------------------------
 
 
-def operator_rights(namespace: str) -> list[Right]:
-    """What the chart gives the operator; ``namespace``: the one it watches, empty for all."""
+def operator_rights(of: Installation) -> list[Right]:
+    """What the chart gives the operator: where it serves, in its own namespace, and in none."""
+    namespace, hook = of.environ.get("MOONTIDE_WATCH_NAMESPACE", ""), bool(of.environ.get("MOONTIDE_HOOK_PORT"))
     ours = ("kvcachepools", "inferencedeployments", "policyversions")
     table: list[tuple[str, tuple[str, ...], str, tuple[str, ...]]] = [
         (GROUP, ours, "", ("get", "list", "watch")),
@@ -260,12 +273,31 @@ def operator_rights(namespace: str) -> list[Right]:
         ("", ("pods",), "", ("list", "watch", "patch", "delete")),
         ("", ("events",), "", ("create", "patch")),
     ]
-    return [
+    if hook:
+        table.append((GROUP, ("policyversions",), "", ("patch",)))
+    found = [
         Right(verb, group, resource, sub, namespace)
         for group, resources, sub, verbs in table
         for resource in resources
         for verb in verbs
     ]
+    home: list[tuple[str, str, str, tuple[str, ...]]] = [
+        ("", "secrets", "", ("create",)),
+        ("", "secrets", "moontide-root-key", ("get",)),
+        ("coordination.k8s.io", "leases", "", ("create",)),
+        ("coordination.k8s.io", "leases", of.name, ("get", "update")),
+    ]
+    found += [
+        Right(verb, group, resource, namespace=of.namespace, name=name)
+        for group, resource, name, verbs in home
+        for verb in verbs
+    ]
+    if not namespace:
+        found += [Right(verb, "apiextensions.k8s.io", "customresourcedefinitions") for verb in ("list", "watch")]
+    if hook:
+        reviews = (("authentication.k8s.io", "tokenreviews"), ("authorization.k8s.io", "subjectaccessreviews"))
+        found += [Right("create", group, resource) for group, resource in reviews]
+    return found
 
 
 def user_rights(namespace: str, system: str = SYSTEM) -> list[Right]:
@@ -312,15 +344,58 @@ def rights(facts: Facts) -> list[Finding]:
 def guards(facts: Facts) -> list[Finding]:
     """Whether somebody else than the operator may change what it knows engines by: RBAC cannot tell."""
     found = []
-    for account, guarded in facts.guarded.items():
-        if guarded:
-            found.append(Finding(Level.OK, "admission", f"only {account} may write its marks on pods"))
+    for each in facts.operators or ():
+        missing = (facts.unguarded or {}).get(each.account)
+        if missing is None:
             continue
-        text = (
-            "whoever may edit pods may change the operator's marks on them: its ValidatingAdmissionPolicy is not bound"
-        )
-        todo = "helm upgrade the chart with admission.marks=Auto: docs/security.md"
-        found.append(Finding(Level.WARN, "admission", text, todo))
+        if not missing:
+            text = f"only {each.account} may write its marks on pods, and the status of what it serves"
+            found.append(Finding(Level.OK, "admission", text))
+            continue
+        names = ", ".join(guard(each, which) for which in missing)
+        text = f"{', and '.join(GUARDS[which] for which in missing)}: no ValidatingAdmissionPolicy {names} is bound"
+        if each.environ.get("MOONTIDE_WATCH_NAMESPACE"):
+            todo = f"{_upgrade(each)} --set admission.marks=On, as who may make cluster-wide objects"
+        else:
+            todo = f"{_upgrade(each)} --set admission.marks=Auto"
+        found.append(Finding(Level.WARN, "admission", text, f"{todo}; needs Kubernetes 1.30: docs/security.md"))
+    return found
+
+
+def guard(of: Installation, which: str) -> str:
+    """The name that the chart gives one of :data:`GUARDS`, and its binding."""
+    return f"{of.name}-{of.namespace}-{which}"
+
+
+def _upgrade(of: Installation) -> str:
+    """The beginning of a command that changes values of the chart."""
+    return f"helm upgrade {of.release} charts/moontide -n {of.namespace} --reset-then-reuse-values"
+
+
+def walls(facts: Facts) -> list[Finding]:
+    """Whether the chart closes the network of each namespace with fleets or pools. It does so only where it is told."""
+    if facts.sight is None or not facts.operators:
+        return []
+    if facts.walled is None:
+        return [Finding(Level.WARN, "network", f"policies were not seen: {facts.refused.get('network', '')}")]
+    metas = [*(each.resource.meta for each in facts.sight.fleets), *(each.meta for each in facts.sight.pools)]
+    found, used = [], sorted({each.namespace for each in metas})
+    for each in facts.operators:
+        watched = each.environ.get("MOONTIDE_WATCH_NAMESPACE")
+        mine = [name for name in used if watched in (None, "", name)]
+        if closed := [name for name in mine if name in facts.walled]:
+            found.append(Finding(Level.OK, "network", f"the chart's NetworkPolicies are in {_some(closed)}"))
+        if opened := [name for name in mine if name not in facts.walled]:
+            text = (
+                f"the chart's NetworkPolicies are not in {_some(opened)}: unless others are, whoever reaches its pods "
+                "reads and writes the store, and may try admin ports"
+            )
+            todo = f"{_upgrade(each)} --set networkPolicies.enabled=true"
+            if not watched:
+                # The value replaces the list that was there.
+                todo += f" --set 'networkPolicies.namespaces={{{','.join(sorted({*facts.walled, *opened}))}}}'"
+            todo += ", and networkPolicies.trainers: docs/security.md"
+            found.append(Finding(Level.WARN, "network", text, todo))
     return found
 
 

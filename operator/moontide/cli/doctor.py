@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moontide.api.v1alpha1 import API_VERSION, GROUP
-from moontide.cli.checks import LWS, Facts, Finding, Level, Right, operator_rights, user_rights
+from moontide.cli.checks import GUARDS, LWS, Facts, Finding, Level, Right, guard, operator_rights, user_rights
 from moontide.cli.cluster import Reader, core, find, get, items
 from moontide.cli.errors import CliError, Denied, NotInstalled
 from moontide.cli.gather import Sight, look
@@ -21,6 +21,7 @@ from moontide.trainer.policy import Object
 T = TypeVar("T")
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _GUARDS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
+_WALLS = "/apis/networking.k8s.io/v1/{}networkpolicies"
 _MARKS = {Level.OK: ("ok", "green"), Level.WARN: ("warn", "yellow"), Level.FAIL: ("FAIL", "bold red")}
 
 
@@ -40,7 +41,8 @@ def facts(reader: Reader, namespace: str | None) -> Facts:
     found = part("operators", lambda: installations(reader))
     reviews = part("operator rights", lambda: _operators_rights(reader, found or []))
     mine = part("user rights", lambda: _mine(reader, namespace, found or []))
-    guarded = part("guards", lambda: _guarded(reader, found or []))
+    walls = _WALLS.format(f"namespaces/{namespace}/" if namespace is not None else "")
+    walled = part("network", lambda: items(reader, walls, {"labelSelector": SELECTOR}))
     return Facts(
         now=reader.now(),
         version=version,
@@ -54,7 +56,8 @@ def facts(reader: Reader, namespace: str | None) -> Facts:
         user_rights=tuple(mine or ()),
         sight=part("fleets", lambda: _sight(reader, namespace)) if served else None,
         refused=refused,
-        guarded=guarded or {},
+        unguarded=part("guards", lambda: _unguarded(reader, found or [])),
+        walled=frozenset(each["metadata"]["namespace"] for each in walled) if walled is not None else None,
     )
 
 
@@ -98,23 +101,16 @@ def _review(reader: Reader, right: Right, user: str | None) -> bool:
 def _operators_rights(reader: Reader, found: Iterable[Installation]) -> dict[str, tuple[tuple[Right, bool], ...]]:
     made = {}
     for each in found:
-        wanted = operator_rights(each.environ.get("MOONTIDE_WATCH_NAMESPACE", ""))
-        wanted += [
-            Right(verb, "coordination.k8s.io", "leases", namespace=each.namespace, name=each.name)
-            for verb in ("get", "update")
-        ]
-        wanted.append(Right("get", "", "secrets", namespace=each.namespace, name="moontide-root-key"))
-        made[each.account] = tuple((right, _review(reader, right, each.account)) for right in wanted)
+        made[each.account] = tuple((right, _review(reader, right, each.account)) for right in operator_rights(each))
     return made
 
 
-def _guarded(reader: Reader, found: Iterable[Installation]) -> dict[str, bool]:
-    # With watchNamespace the chart makes no cluster-wide object by itself.
-    everywhere = [each for each in found if not each.environ.get("MOONTIDE_WATCH_NAMESPACE")]
-    if not everywhere:
-        return {}
-    bound = {each["metadata"]["name"] for each in items(reader, _GUARDS, {"labelSelector": SELECTOR})}
-    return {each.account: f"{each.name}-{each.namespace}-marks" in bound for each in everywhere}
+def _unguarded(reader: Reader, found: Iterable[Installation]) -> dict[str, tuple[str, ...]]:
+    bound: set[str] = set()
+    # Kubernetes before 1.30 has no such kind.
+    if reader.ask(_GUARDS, {"limit": "1"}).status != 404:
+        bound = {each["metadata"]["name"] for each in items(reader, _GUARDS, {"labelSelector": SELECTOR})}
+    return {each.account: tuple(which for which in GUARDS if guard(each, which) not in bound) for each in found}
 
 
 def _mine(reader: Reader, namespace: str | None, found: list[Installation]) -> list[tuple[Right, bool]]:

@@ -43,6 +43,11 @@ class Installation:
         }
 
     @property
+    def release(self) -> str:
+        """Helm's name of it."""
+        return str((self.deployment["metadata"].get("labels") or {}).get("app.kubernetes.io/instance") or "moontide")
+
+    @property
     def version(self) -> str:
         """The chart's; an image of another version may be written into its values."""
         return str((self.deployment["metadata"].get("labels") or {}).get("app.kubernetes.io/version") or "unknown")

@@ -14,8 +14,10 @@ import yaml
 from moontide.api.v1alpha1 import GROUP
 from moontide.cli import checks, doctor
 from moontide.cli.checks import Facts, Finding, Level, Right, examine, operator_rights, worst
+from moontide.cli.cluster import Reply
 from moontide.cli.gather import look
 from moontide.cli.live import plainly
+from moontide.cli.operators import SELECTOR, Installation
 from moontide.crdgen import crd
 from moontide.kube.kinds import KINDS
 from tests.unit.cli.paper import MOONTIDE, NOW, Object, PaperCluster, paper, pod_of
@@ -24,6 +26,7 @@ from tests.unit.cli.test_rehearsal import world_of
 ROOT = Path(__file__).resolve().parents[3]
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 GUARDS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
+WALLS = "/apis/networking.k8s.io/v1/namespaces/rl/networkpolicies"
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/moontide-system/leases"
 
 
@@ -39,7 +42,8 @@ def node(name: str, gpus: int = 0, ready: str = "True") -> Object:
 
 
 def operator(name: str = "moontide-operator", *, ready: int = 1, replicas: int = 1, watches: str = "") -> Object:
-    labels = {"app.kubernetes.io/name": "moontide-operator", "app.kubernetes.io/instance": name}
+    release = name.removesuffix("moontide-operator").rstrip("-") or "moontide"
+    labels = {"app.kubernetes.io/name": "moontide-operator", "app.kubernetes.io/instance": release}
     container = {"name": "operator", "env": [{"name": "MOONTIDE_WATCH_NAMESPACE", "value": watches}]}
     return {
         "metadata": {"name": name, "namespace": "moontide-system", "labels": labels},
@@ -63,7 +67,9 @@ def healthy() -> PaperCluster:
     made.add("/apis/apps/v1/deployments", operator())
     made.add(LEASES, lease())
     names = ("moontide-operator", "b-moontide-operator")
-    made.add(GUARDS, *({"metadata": {"name": f"{name}-moontide-system-marks"}} for name in names))
+    guards = (f"{name}-moontide-system-{which}" for name in names for which in checks.GUARDS)
+    made.add(GUARDS, *({"metadata": {"name": each}} for each in guards))
+    made.add(WALLS, {"metadata": {"name": "moontide-operator-engines", "namespace": "rl"}})
     made.add("/api/v1/nodes", node("a", 8), node("b"))
     return made
 
@@ -126,7 +132,9 @@ def test_before_an_install_it_says_what_to_install() -> None:
         (Level.WARN, "GPUs"),
     ]
     assert "kubectl apply -f crds/" in found[0].todo
-    assert "helm install moontide" in found[3].todo
+    assert found[3].todo.startswith("build the images and push them, for no registry has them")
+    assert "helm install moontide charts/moontide -n moontide-system" in found[3].todo
+    assert "--set image=REGISTRY/operator" in found[3].todo
 
 
 def test_who_may_see_little_is_told_what_was_not_seen() -> None:
@@ -220,40 +228,113 @@ def test_two_operators_of_all_namespaces_fail() -> None:
     assert bad(cluster) == []
 
 
-def test_marks_that_anybody_may_change_warn_where_the_chart_would_guard_them() -> None:
+def test_marks_that_anybody_may_change_warn_with_the_command_that_guards_them() -> None:
     cluster = healthy()
-    assert "only system:serviceaccount:moontide-system:moontide-operator may write its marks on pods" in [
+    account = "system:serviceaccount:moontide-system:moontide-operator"
+    assert f"only {account} may write its marks on pods, and the status of what it serves" in [
         each.text for each in examine(facts(cluster))
     ]
-    cluster.lists[GUARDS] = []
+    guards = cluster.lists[GUARDS]
+    cluster.lists[GUARDS] = [each for each in guards if not each["metadata"]["name"].endswith("-writers")]
     found = one(cluster, "admission")
     assert found.level is Level.WARN
-    assert "admission.marks=Auto" in found.todo
+    assert found.text.endswith(": no ValidatingAdmissionPolicy moontide-operator-moontide-system-writers is bound")
+    cluster.lists[GUARDS] = []
+    found = one(cluster, "admission")
+    assert found.text.startswith("whoever may edit pods may change the operator's marks on them, and whoever may write")
+    upgrade = (
+        "helm upgrade moontide charts/moontide -n moontide-system --reset-then-reuse-values --set admission.marks="
+    )
+    assert found.todo.startswith(f"{upgrade}Auto;")
     cluster.lists["/apis/apps/v1/deployments"] = [operator(watches="rl")]
-    assert bad(cluster) == []
-    cluster.lists["/apis/apps/v1/deployments"] = [operator()]
+    assert one(cluster, "admission").todo.startswith(f"{upgrade}On, as who may make cluster-wide objects;")
+    cluster.replies[GUARDS] = Reply(404, {}, "404 page not found")
+    assert "needs Kubernetes 1.30" in one(cluster, "admission").todo
+    del cluster.replies[GUARDS]
     cluster.denied |= {"/apis/admissionregistration.k8s.io"}
     assert bad(cluster) == []
 
 
-def test_the_name_of_the_guard_is_the_charts() -> None:
-    text = (ROOT / "tests/integration/snapshots/default.yaml").read_text()
-    made = [each for each in yaml.safe_load_all(text) if each["kind"] == "ValidatingAdmissionPolicyBinding"]
-    assert "moontide-operator-moontide-system-marks" in [each["metadata"]["name"] for each in made]
+def test_a_namespace_without_the_charts_network_policies_warns_with_the_values() -> None:
+    cluster = healthy()
+    assert "the chart's NetworkPolicies are in rl" in [each.text for each in examine(facts(cluster))]
+    cluster.lists[WALLS] = []
+    found = one(cluster, "network")
+    assert found.level is Level.WARN
+    assert found.text.startswith("the chart's NetworkPolicies are not in rl: ")
+    enabled = "--reset-then-reuse-values --set networkPolicies.enabled=true"
+    assert f"{enabled} --set 'networkPolicies.namespaces={{rl}}', and" in found.todo
+    cluster.add(WALLS.replace("/rl/", "/lab/"), {"metadata": {"name": "x-engines", "namespace": "lab"}})
+    (found,) = [each for each in examine(doctor.facts(cluster, None)) if each.about == "network"]
+    assert "networkPolicies.namespaces={lab,rl}'" in found.todo
+    cluster.lists["/apis/apps/v1/deployments"] = [operator(watches="rl")]
+    assert f"{enabled}, and" in one(cluster, "network").todo
+    cluster.lists["/apis/apps/v1/deployments"] = [operator(watches="lab")]
+    assert bad(cluster) == []
+    cluster.lists["/apis/apps/v1/deployments"] = [operator()]
+    cluster.denied |= {WALLS}
+    (found,) = bad(cluster)
+    assert found.text.startswith("policies were not seen: user cannot read")
 
 
-def test_the_operators_rights_are_those_of_the_chart() -> None:
-    text = (ROOT / "charts/moontide/templates/_helpers.tpl").read_text()
-    block = text.split('{{- define "moontide.rules" -}}')[1].split("{{- end -}}")[0]
-    hookless = block.split("{{- if .Values.hook.enabled }}")
-    block = hookless[0] + hookless[1].split("{{- end }}", 1)[1]
+def made_by_the_chart(name: str) -> list[Object]:
+    """Every object of a snapshot: one that is not the default's has what differs from it."""
+    found: dict[tuple[str, str, str], Object] = {}
+    for each in ("default", name):
+        text = (ROOT / f"tests/integration/snapshots/{each}.yaml").read_text()
+        for line in text.splitlines():
+            if line.startswith("# Not made: "):
+                kind, namespace, called = line.removeprefix("# Not made: ").split()
+                del found[kind, namespace, called]
+        for body in yaml.safe_load_all(text):
+            meta = body["metadata"]
+            found[body["kind"], meta.get("namespace", "-"), meta["name"]] = body
+    return list(found.values())
+
+
+def installed_as(name: str) -> Installation:
+    (deployment,) = [each for each in made_by_the_chart(name) if each["kind"] == "Deployment"]
+    return Installation(deployment, (), None)
+
+
+@pytest.mark.parametrize("name", ["default", "one-namespace-guarded"])
+def test_the_names_of_the_guards_are_the_charts(name: str) -> None:
+    made = [each for each in made_by_the_chart(name) if each["kind"] == "ValidatingAdmissionPolicyBinding"]
+    names = {each["metadata"]["name"] for each in made}
+    assert {checks.guard(installed_as(name), which) for which in checks.GUARDS} <= names
+
+
+def test_the_charts_network_policies_have_the_label_that_they_are_looked_for_by() -> None:
+    made = [each for each in made_by_the_chart("network-policies") if each["kind"] == "NetworkPolicy"]
+    assert {each["metadata"]["namespace"] for each in made} == {"rl"}
+    key, _, value = SELECTOR.partition("=")
+    assert {each["metadata"]["labels"][key] for each in made} == {value}
+
+
+@pytest.mark.parametrize("name", ["default", "one-namespace", "trainers", "one-namespace-trainers"])
+def test_the_operators_rights_are_those_of_the_chart(name: str) -> None:
+    made, of = made_by_the_chart(name), installed_as(name)
+    roles = {
+        (each["kind"], each["metadata"].get("namespace", ""), each["metadata"]["name"]): each["rules"]
+        for each in made
+        if each["kind"] in ("Role", "ClusterRole")
+    }
     chart = set()
-    for rule in yaml.safe_load(block):
-        for group in rule["apiGroups"]:
-            for resource in rule["resources"]:
-                kind, _, sub = resource.partition("/")
-                chart |= {str(Right(verb, group, kind, sub)) for verb in rule["verbs"]}
-    assert chart == {str(right) for right in operator_rights("")}
+    for binding in made:
+        subjects = binding.get("subjects") or ()
+        accounts = {f"system:serviceaccount:{each['namespace']}:{each['name']}" for each in subjects}
+        if of.account not in accounts:
+            continue
+        place = binding["metadata"].get("namespace", "")
+        for rule in roles[binding["roleRef"]["kind"], place, binding["roleRef"]["name"]]:
+            for group in rule["apiGroups"]:
+                for resource in rule["resources"]:
+                    kind, _, sub = resource.partition("/")
+                    for named in rule.get("resourceNames") or [""]:
+                        chart |= {str(Right(verb, group, kind, sub, place, named)) for verb in rule["verbs"]}
+    rights = [str(right) for right in operator_rights(of)]
+    assert chart == set(rights)
+    assert len(rights) == len(chart)
 
 
 def test_an_operator_without_a_right_fails() -> None:
@@ -265,6 +346,22 @@ def test_an_operator_without_a_right_fails() -> None:
     found = checks.rights(Facts(**{**vars(seen), "operator_rights": {account: answers}}))
     assert found[0].level is Level.FAIL
     assert found[0].text == f"{account} may not list pods, watch pods, patch pods, delete pods"
+
+
+def test_the_rights_of_the_hook_are_looked_at_where_it_is_on() -> None:
+    cluster = healthy()
+    deployment = operator()
+    assert "create tokenreviews.authentication.k8s.io" not in [str(r) for r in operator_rights(installed_as("default"))]
+    deployment["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "MOONTIDE_HOOK_PORT", "value": "1"})
+    cluster.lists["/apis/apps/v1/deployments"] = [deployment]
+    (answers,) = facts(cluster).operator_rights.values()
+    assert {
+        "create tokenreviews.authentication.k8s.io",
+        "create subjectaccessreviews.authorization.k8s.io",
+        "patch policyversions.moontide.dev",
+        "create leases.coordination.k8s.io in moontide-system",
+        "list customresourcedefinitions.apiextensions.k8s.io",
+    } <= {str(right) for right, _ in answers}
 
 
 def test_gpus_that_nobody_has_fail_where_a_fleet_wants_them() -> None:
