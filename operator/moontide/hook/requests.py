@@ -106,7 +106,7 @@ def _verb(spec: Object) -> str:
 def _object(sent: bytes) -> Object:
     try:
         found = json.loads(sent)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad(f'the body is no JSON: {error}; send for example {{"version": 43}}') from error
     if not isinstance(found, dict):
         raise bad('the body is no JSON object; send for example {"version": 43}')

@@ -97,6 +97,10 @@ class Hook:
             text = f"{request.method} {request.path}: {error.reason}; the routes are in docs/trainers.md"
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
             response = _refused(Refusal(error.status, error.reason.replace(" ", ""), text, allow))
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            text = "the hook has failed, and the operator's log says how; what was asked may have been done: look again"
+            response = _refused(Refusal(500, "InternalError", text))
         self._count(verb if known else "other", response.status)
         response.headers["Cache-Control"] = "no-store"
         return response

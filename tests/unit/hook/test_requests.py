@@ -46,6 +46,7 @@ def test_bodies() -> None:
         ("bump", b"43", "no JSON object"),
         ("bump", b"{", "no JSON:"),
         ("bump", b"\xff", "no JSON:"),
+        ("bump", b"[" * 16_000, "no JSON:"),
         ("prepare", b'{"preparing": 43}', "its body is a JSON object with: version"),
         ("reset", b'{"nonce": ""}', "a nonce is a text"),
         ("reset", b'{"nonce": 7}', "a nonce is a text"),

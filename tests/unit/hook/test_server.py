@@ -227,6 +227,37 @@ def test_a_body_that_does_not_come(make: Make, monkeypatch: pytest.MonkeyPatch) 
     assert ("bump", 408) in hook.counted
 
 
+@pytest.mark.parametrize("verb", ["bump", "reset"])
+def test_a_body_that_is_nested_without_end(make: Make, verb: str) -> None:
+    cluster, hook = make()
+    answer = hook.http.post(f"{POLICY}/{verb}", content=b"[" * 16_000)
+    assert (answer.status_code, answer.json()["reason"]) == (400, "BadRequest")
+    assert answer.json()["message"].startswith("the body is no JSON")
+    assert hook.http.patch(POLICY, content=b'{"spec":' * 2_000).status_code == 400
+    assert hook.counted == [(verb, 400), ("patch", 400)]
+    assert cluster.patches == []
+
+
+def test_what_nobody_thought_of_is_an_answer_and_a_line_in_the_log(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, hook = make()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(server, "body_of", fail)
+    answer = post(hook, "bump", version=2)
+    assert (answer.status_code, answer.json()["reason"]) == (500, "InternalError")
+    assert (answer.json()["kind"], answer.headers["cache-control"]) == ("Status", "no-store")
+    assert "a mistake" not in answer.text
+    assert hook.counted == [("bump", 500)]
+    (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert record.getMessage() == f"POST {POLICY}/bump failed"
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError
+
+
 def test_another_namespace_than_the_operators(make: Make) -> None:
     _, hook = make(watch_namespace="elsewhere")
     answer = hook.http.get(POLICY)
