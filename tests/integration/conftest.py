@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hack import chart
 from hack.cluster.errors import ClusterError
 from hack.cluster.reads import Reads
 from tests.integration.stage import CRDS, Stage, proxied
@@ -300,9 +301,10 @@ def chart_rights(tools: Path, *values: str, namespace: str = SYSTEM) -> str:
 
 @pytest.fixture(scope="session", name="operator")
 def _operator(kubectl: Kubectl, tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
-    """The operator, serving every namespace, with the rights of the chart's ClusterRole."""
+    """The operator, serving every namespace, with the chart's ClusterRole and the policy that narrows it."""
     folder = tmp_path_factory.mktemp("operator")
     kubectl("apply", "-f", "-", stdin=chart_rights(tools))
+    kubectl.apply(*(each for each in chart.manifests({}) if each["metadata"]["name"].endswith("-reach")))
     kubectl.apply(released_lease(SYSTEM))
     # A machine that is busy for seconds is no subject here; and as a pod's container it need not wait after a kill.
     environ = {"MOONTIDE_LEASE_SECONDS": "120", "MOONTIDE_POD_NAME": "session", "MOONTIDE_POD_UID": "session"}

@@ -97,15 +97,15 @@ def test_the_crds_come_with_the_chart_or_not_at_all() -> None:
 @pytest.mark.parametrize(
     ("values", "made"),
     [
-        ({}, {"marks", "writers", "in-use", "pod-templates"}),
+        ({}, {"marks", "writers", "reach", "in-use", "pod-templates"}),
         ({"admission": {"marks": "Off"}}, {"pod-templates"}),
-        ({"admission": {"inUse": "Off"}}, {"marks", "writers", "pod-templates"}),
-        ({"admission": {"podTemplates": "Any"}}, {"marks", "writers", "in-use"}),
-        ({"admission": {"podTemplates": "Restricted"}}, {"marks", "writers", "in-use", "pod-templates"}),
+        ({"admission": {"inUse": "Off"}}, {"marks", "writers", "reach", "pod-templates"}),
+        ({"admission": {"podTemplates": "Any"}}, {"marks", "writers", "reach", "in-use"}),
+        ({"admission": {"podTemplates": "Restricted"}}, {"marks", "writers", "reach", "in-use", "pod-templates"}),
         # As in a release that was made before these values existed, with --reuse-values.
-        ({"admission": None}, {"marks", "writers", "in-use", "pod-templates"}),
+        ({"admission": None}, {"marks", "writers", "reach", "in-use", "pod-templates"}),
         ({"watchNamespace": "rl"}, set[str]()),
-        ({"watchNamespace": "rl", "admission": {"marks": "On"}}, {"marks", "writers", "in-use"}),
+        ({"watchNamespace": "rl", "admission": {"marks": "On"}}, {"marks", "writers", "reach", "in-use"}),
         ({"watchNamespace": "rl", "admission": {"podTemplates": "PodCreators"}}, {"pod-templates"}),
     ],
     ids=lambda each: str(sorted(each) if isinstance(each, set) else each),

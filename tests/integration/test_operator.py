@@ -436,7 +436,9 @@ def test_rights_are_few(kubectl: Any, operator: Any, namespace: str) -> None:
         said: str = kubectl.run("auth", "can-i", verb, what, "-n", where, account, check=False).stdout
         return said.strip() == "yes"
 
+    # Of which secrets, the admission policy says: test_reach.py.
     assert may("create", "secrets", namespace)
+    assert may("patch", "secrets", namespace)
     assert may("get", "secrets/moontide-root-key", "moontide-system")
     for verb in ("get", "list", "watch", "delete", "update"):
         assert not may(verb, "secrets", namespace)

@@ -19,6 +19,7 @@ from kubernetes.aio import client as k8s
 from kubernetes.aio.client.exceptions import ApiException
 from pydantic import ValidationError
 
+from moontide import labels
 from moontide.api.v1alpha1 import (
     API_VERSION,
     GROUP,
@@ -44,7 +45,10 @@ R = TypeVar("R")
 
 MANAGER = "moontide"
 MERGE = "application/merge-patch+json"
-METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
+"""Sent with every write of a Secret: an answer has the whole object otherwise, whoever made it."""
+NOT_OURS = "is not of Moontide's making"
+"""What the chart's admission policy says of an object that the operator may not touch."""
 REQUEST_SECONDS = 15.0
 CONNECTIONS = 16
 """At once. One process cannot keep more of them busy, and each costs 300 KiB."""
@@ -357,40 +361,59 @@ class Kube:
                 field_manager=MANAGER,
                 field_validation="Strict",
                 force=True,
+                _headers=METADATA_ONLY if isinstance(child, k8s.V1Secret) else None,
                 _content_type=APPLY,
                 _request_timeout=REQUEST_SECONDS,
             )
 
     async def _created_secret(self, child: k8s.V1Secret, what: str) -> k8s.V1Secret | None:
-        """Create ``child`` where its name is free. Returns None when it exists and its owner controls it.
-
-        The operator may not read Secrets. Where the name is taken, an apply that sets nothing and is a dry run tells
-        whose it is.
-        """
+        """Create ``child`` where its name is free; of the answer only the metadata. Returns None when it exists and its
+        owner controls it."""
         name, namespace, owner = _identity(child)
         with mapped(what):
             try:
-                made: k8s.V1Secret = await self._core.create_namespaced_secret(
-                    namespace, child, field_manager=MANAGER, _request_timeout=REQUEST_SECONDS
-                )
+                made: k8s.V1Secret = await self._create_secret(namespace, child)
                 return made
             except ApiException as error:
                 if error.status != 409:
                     raise
-            probe = k8s.V1Secret(api_version="v1", kind="Secret", metadata=k8s.V1ObjectMeta(name=name))
-            seen = await self._core.patch_namespaced_secret(
-                name,
-                namespace,
-                probe,
-                dry_run="All",
-                field_manager=f"{MANAGER}-look",
-                force=False,
-                _content_type=APPLY,
-                _request_timeout=REQUEST_SECONDS,
-            )
-        if not _controls(owner, seen.metadata):
+        seen = await self._secret_metadata(what, namespace, name)
+        if seen is not None and not _controls(owner, seen):
             raise _taken(child)
         return None
+
+    async def _create_secret(self, namespace: str, secret: k8s.V1Secret, **more: Any) -> Any:
+        return await self._core.create_namespaced_secret(
+            namespace,
+            secret,
+            field_manager=MANAGER,
+            _headers=METADATA_ONLY,
+            _request_timeout=REQUEST_SECONDS,
+            **more,
+        )
+
+    async def _secret_metadata(self, what: str, namespace: str, name: str) -> k8s.V1ObjectMeta | None:
+        """Of the Secret of that name, or None when there is none. Empty of one that the operator may not touch.
+
+        The operator may not read Secrets. A patch that changes nothing, is a dry run, and asks for metadata tells.
+        """
+        asked = self._core.patch_namespaced_secret(
+            name,
+            namespace,
+            {},
+            dry_run="All",
+            field_manager=f"{MANAGER}-look",
+            _headers=METADATA_ONLY,
+            _content_type=MERGE,
+            _request_timeout=REQUEST_SECONDS,
+        )
+        try:
+            seen = await found_or_none(what, asked)
+        except Retry as refused:
+            if NOT_OURS in refused.reason:
+                return k8s.V1ObjectMeta()
+            raise
+        return seen.metadata if seen is not None else None
 
     async def _apply_group(self, child: groups.Group, what: str) -> None:
         name, namespace, _ = _identity(child)
@@ -625,19 +648,22 @@ class Kube:
     async def secret_exists(self, namespace: str, name: str) -> bool:
         """Whether there is a Secret of that name. Its content is neither asked for nor sent.
 
-        The operator may not read Secrets. A patch that changes nothing, is a dry run, and asks for metadata tells.
+        The operator may not read Secrets. To make one, as a dry run, is refused where the name is taken.
         """
-        asked = self._core.patch_namespaced_secret(
-            name,
-            namespace,
-            {},
-            dry_run="All",
-            field_manager=f"{MANAGER}-look",
-            _headers={"Accept": METADATA_ONLY},
-            _content_type=MERGE,
-            _request_timeout=REQUEST_SECONDS,
-        )
-        return await found_or_none(f"look for Secret {namespace}/{name}", asked) is not None
+        what = f"look for Secret {namespace}/{name}"
+        metadata = k8s.V1ObjectMeta(name=name, labels={labels.MANAGED_BY: labels.MANAGER})
+        secret = k8s.V1Secret(api_version="v1", kind="Secret", metadata=metadata, type="Opaque")
+        with mapped(what):
+            try:
+                await self._create_secret(namespace, secret, dry_run="All")
+            except ApiException as error:
+                if error.status == 409:
+                    return True
+                # A quota of Secrets that is used up, for example, which is no matter of this one.
+                if error.status == 403:
+                    return await self._secret_metadata(what, namespace, name) is not None
+                raise
+        return False
 
     async def claim_exists(self, namespace: str, name: str) -> bool:
         """Whether there is a PersistentVolumeClaim of that name."""
@@ -655,9 +681,7 @@ class Kube:
     async def create_secret(self, namespace: str, secret: k8s.V1Secret) -> None:
         """Create a Secret. Raises :class:`Retry` when one of that name exists."""
         with mapped(f"create Secret {namespace}/{secret.metadata.name if secret.metadata else ''}"):
-            await self._core.create_namespaced_secret(
-                namespace, secret, field_manager=MANAGER, _request_timeout=REQUEST_SECONDS
-            )
+            await self._create_secret(namespace, secret)
 
 
 def converted(

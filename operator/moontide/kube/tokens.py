@@ -1,4 +1,4 @@
-"""Tokens of admin planes and wipers: derived, so that the operator needs to read no Secret but its own root key."""
+"""Tokens of admin planes and wipers: derived, so that the operator reads no Secret but its own root key."""
 
 from __future__ import annotations
 

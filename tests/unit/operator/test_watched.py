@@ -45,6 +45,8 @@ class MemoryServer(k8s.ApiClient):
         super().__init__(k8s.Configuration())
         self.objects: dict[str, dict[str, Any]] = {}
         self.asked: list[tuple[str, str]] = []
+        self.accepted: dict[str, set[str]] = {}
+        """By resource, what answers were asked for."""
         self.version = 100
 
     async def call_api(
@@ -52,6 +54,7 @@ class MemoryServer(k8s.ApiClient):
     ) -> Any:
         path = url.removeprefix("http://localhost").partition("?")[0]
         self.asked.append(asked_for(method, url))
+        self.accepted.setdefault(self.asked[-1][1], set()).add(header_params["Accept"])
         found = self.objects.get(path)
         if method == "GET" and "as=PartialObjectMetadataList" in str(header_params):
             plural = path.rpartition("/")[2]
@@ -228,6 +231,24 @@ async def test_a_secret_of_somebody_else_is_left_alone(kube: WatchedKube, server
     assert server.objects[SECRET_PATH] == theirs
     with pytest.raises(InvalidSpec, match="does not belong"):
         await kube.apply(_secret())
+
+
+async def test_no_answer_about_a_secret_is_asked_to_have_its_content(
+    kube: WatchedKube, server: MemoryServer, clock: Clock
+) -> None:
+    await kube.apply(_secret(), _config())
+    clock.now += 2 * REPAIR
+    await kube.apply(_secret())
+    del server.objects[SECRET_PATH]
+    server.put(SECRET_PATH, {"metadata": {"name": "chat-admin", "namespace": "ns"}})
+    clock.now += 2 * REPAIR
+    with pytest.raises(InvalidSpec, match="does not belong"):
+        await kube.apply(_secret())
+    assert await kube.secret_exists("ns", "chat-admin")
+    assert not await kube.secret_exists("ns", "other")
+    await kube.create_secret("ns", _child(k8s.V1Secret, "moontide-root-key", data={"key": "YQ=="}))
+    assert server.accepted["secrets"] == {"application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
+    assert server.accepted["configmaps"] == {"application/json"}
 
 
 async def test_a_budget_that_must_not_be_is_looked_for_now_and_then(
