@@ -1,7 +1,8 @@
 """docs/quickstart.md, on a cluster of one's own: its commands run in order, as they stand, against a real API server.
 
-Stand-ins: docker and curl (written down), the virtual environment, Helm (it renders, as the session's operator is there
-already), and what needs a node: `wait` and `port-forward` look whether there is what they wait for or forward to.
+Stand-ins: docker, curl (it fails where no port is forwarded), the virtual environment, Helm (it renders, as the
+session's operator is there already), and what needs a node: `wait` and `port-forward` look whether there is what they
+are about.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "rl"
 STAND_IN = r"""#!{python}
-import json, os, subprocess, sys, time
+import json, os, re, subprocess, sys, time
 name, given = os.path.basename(sys.argv[0]), sys.argv[1:]
 with open({written!r}, "a") as stream:
     print(json.dumps([name, *given]), file=stream)
@@ -33,6 +34,21 @@ if name == "helm":
 if name == "python3" and given[:2] == ["-m", "venv"]:
     os.makedirs(given[2] + "/bin")
     sys.exit(os.symlink(sys.argv[0], given[2] + "/bin/pip"))
+def forwarded(port):
+    try:
+        with open({written!r} + port) as stream:
+            os.kill(int(stream.read()), 0)
+    except (FileNotFoundError, ProcessLookupError, ValueError):
+        return False
+    return True
+
+ends = time.monotonic() + 60
+if name == "curl":
+    (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)/", " ".join(given))
+    while not forwarded(port):
+        if time.monotonic() > ends:
+            sys.exit("curl: nothing listens on port " + port)
+        time.sleep(0.1)
 if name != "kubectl":
     sys.exit(0)
 kubectl = [{tools!r} + "/kubectl"]
@@ -43,7 +59,6 @@ if given[0] == "moontide":
     sys.exit(run(*moontide, *("--dry-run" if each == "--wait" else each for each in given[1:])))
 if given[0] in ("wait", "port-forward"):
     there = [each for each in given[1:] if not each.startswith("--") and not each.isdigit()]
-    ends = time.monotonic() + 60
     while run(*kubectl, "get", *there) and time.monotonic() < ends:
         time.sleep(0.5)
     if given[0] == "wait":
@@ -51,7 +66,13 @@ if given[0] in ("wait", "port-forward"):
         pods = [*kubectl, "get", "pods", "-n", {namespace!r}, "-o", "name"]
         while subprocess.check_output(pods).count(b"pod/chat-") < 2 and time.monotonic() < ends:
             time.sleep(0.5)
-    sys.exit(run(*kubectl, "get", *there))
+    if run(*kubectl, "get", *there):
+        sys.exit(1)
+    if given[0] == "port-forward":
+        with open({written!r} + given[-1], "w") as stream:
+            stream.write(str(os.getpid()))
+        time.sleep(120)
+    sys.exit(0)
 if given[0] == "rollout":
     sys.exit(0)
 sys.exit(run(*kubectl, *given))
@@ -88,10 +109,9 @@ def _commands(kubectl: Any, operator: Any, tools: Path, tmp_path: Path) -> Itera
         "HOME": str(tmp_path),
         "PATH": f"{folder}:/usr/bin:/bin",
     }
-    kubectl("create", "namespace", NAMESPACE)
     try:
         done = subprocess.run(
-            ["bash", "-c", _script()], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False
+            ["bash", "-c", _script()], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         yield [json.loads(line) for line in written.read_text().splitlines()], done.stdout
@@ -111,7 +131,6 @@ def test_each_command_of_the_page_runs_after_the_one_before(
     # What the chart is told is what was pushed, and has a tag.
     assert named == pushed
     assert all(re.fullmatch(r"[\w./-]+:[\w.]+", each) for each in pushed)
-
     assert f'image: "{next(each for each in pushed if "/operator:" in each)}"' in printed
 
     fleet = kubectl.must_get("ifd", "chat", NAMESPACE)
