@@ -31,6 +31,21 @@ SETS: Mapping[str, Mapping[str, Any]] = {
         "imagePullSecrets": [{"name": "registry"}],
         "logLevel": "DEBUG",
     },
+    "placed": {
+        "replicas": 2,
+        "nodeSelector": {"kubernetes.io/arch": "amd64"},
+        "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {
+                    "nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "DoesNotExist"}]}]
+                }
+            }
+        },
+        "priorityClassName": "system-cluster-critical",
+        "podLabels": {"team": "platform"},
+        "podAnnotations": {"example.com/scrape": "true"},
+    },
     "trainers": {
         "hook": {"enabled": True, "tlsSecret": "hook-tls"},
         "trainer": {"roles": [{"namespace": "rl", "policies": ["policy"], "fleets": ["chat", "code"]}]},

@@ -57,11 +57,21 @@ def test_there_is_no_snapshot_of_nothing() -> None:
         ({"image": {"tag": "x"}}, "at '/image': got object, want string"),
         ({"monitoring": {"dashboard": {"labels": {"a": 1}}}}, "got number, want string"),
         ({"admission": {"marks": True}}, "at '/admission/marks': value must be one of 'Auto', 'On', 'Off'"),
+        ({"nodeSelector": {"gpu": True}}, "at '/nodeSelector/gpu': got boolean, want string"),
+        ({"tolerations": [{"keys": "a"}]}, "at '/tolerations/0': additional properties 'keys' not allowed"),
+        ({"tolerations": [{"operator": "In"}]}, "value must be one of 'Exists', 'Equal'"),
+        ({"affinity": {"nodes": {}}}, "at '/affinity': additional properties 'nodes' not allowed"),
+        ({"podAnnotations": {"a": 1}}, "at '/podAnnotations/a': got number, want string"),
         # What no schema could say.
         ({"defaults": {"engine": {"version": "v0.32"}}}, "three numbers, for example 0.32.0"),
         ({"monitoring": {"podMonitors": {"interval": "often"}}}, "write a number and ms, s or m, for example 15s"),
         ({"watchNamespace": "a,b"}, "for several, install the chart once for each, or leave it empty for all"),
         ({"networkPolicies": {"namespaces": ["R L"]}}, 'networkPolicies.namespaces has "R L"'),
+        (
+            {"trainer": {"roles": [{**ROLE, "namespace": "R L"}]}},
+            'trainer.roles has "R L", which is no name of a namespace',
+        ),
+        ({"podLabels": {"app.kubernetes.io/name": "a"}}, "which the chart sets itself"),
         ({"networkPolicies": {"enabled": True}}, "write networkPolicies.namespaces, for example {rl}"),
         ({"trainer": {"roles": [ROLE, ROLE]}}, "in namespace rl twice: give each a name of its own"),
         ({"adminTLS": {"caConfigMap": "a", "caSecret": "b"}}, "two places for one file: write one of them"),
@@ -162,6 +172,15 @@ def test_every_value_reaches_a_manifest() -> None:
     assert untouched == []
 
 
+def test_the_operators_pods_keep_the_labels_that_they_are_found_by() -> None:
+    found = chart.manifests({"podLabels": {"team": "platform"}, "podAnnotations": {"a": "b"}})
+    (spec,) = (each["spec"] for each in found if each["kind"] == "Deployment")
+    metadata = spec["template"]["metadata"]
+    assert metadata["labels"].items() >= {"team": "platform", **spec["selector"]["matchLabels"]}.items()
+    assert "team" not in spec["selector"]["matchLabels"]
+    assert metadata["annotations"] == {"a": "b"}
+
+
 def test_of_the_authorities_secret_the_operator_gets_no_key() -> None:
     found = chart.manifests({"adminTLS": {"caSecret": "root"}})
     (pod,) = (each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment")
@@ -217,6 +236,11 @@ def _other(place: tuple[str, ...], value: Any) -> Any:
         "interval": "7s",
         "namespaces": ["other"],
         "labels": {"a": "b"},
+        "nodeSelector": {"a": "b"},
+        "podLabels": {"a": "b"},
+        "podAnnotations": {"a": "b"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"podAffinity": {}},
         "requests": {"cpu": "1"},
         "limits": {"cpu": "1"},
     }
