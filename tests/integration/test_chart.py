@@ -280,3 +280,20 @@ def test_the_notes_say_the_next_commands(values: dict[str, Any], lines: list[str
     for line in [*lines, "kubectl moontide doctor"]:
         assert line in notes
     assert ("crds/" in notes) == (values.get("crds") == {"install": False})
+
+
+@pytest.mark.parametrize(
+    ("values", "unguarded", "any_template"),
+    [
+        ({}, False, False),
+        ({"watchNamespace": "rl"}, True, True),
+        ({"watchNamespace": "rl", "admission": {"marks": "On", "podTemplates": "Restricted"}}, False, False),
+        ({"admission": {"marks": "Off"}}, True, False),
+        ({"admission": {"podTemplates": "Any"}}, False, True),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_the_notes_say_what_no_policy_keeps(values: dict[str, Any], unguarded: bool, any_template: bool) -> None:
+    notes = _notes(values)
+    assert ("can hide an engine from a change of policy" in notes) == unguarded
+    assert ("may run any pod as any ServiceAccount of its namespace" in notes) == any_template

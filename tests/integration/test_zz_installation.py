@@ -98,6 +98,15 @@ def test_helm_with_crds_keeps_them_when_it_goes(kubectl: Any, helm: Helm, namesp
     assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "moontide.test/operator:1"
     kubectl.apply({**FLEET, "metadata": {"name": "chat", "namespace": namespace}})
     helm("upgrade", "moontide", chart, "-n", "whole", "--set", "logLevel=DEBUG")
+    second = helm("install", "second", chart, "-n", "whole", "--set", "watchNamespace=default", check=False)
+    assert "the CRDs are those of release moontide in namespace whole" in second.stderr
+    assert "write crds.install=false for a further release" in second.stderr
+    helm("install", "second", chart, "-n", "whole", "--set", "watchNamespace=default,crds.install=false")
+    # As docs/upgrade.md hands them over.
+    marks = ("meta.helm.sh/release-name-", "meta.helm.sh/release-namespace-")
+    kubectl("annotate", *kubectl("get", "-f", str(ROOT / "crds"), "-o", "name").split(), *marks)
+    helm("upgrade", "second", chart, "-n", "whole", "--set", "watchNamespace=default", "--take-ownership")
+    helm("uninstall", "second", "-n", "whole")
     helm("uninstall", "moontide", "-n", "whole")
     assert kubectl.get("ifd", "chat", namespace) is not None
     kubectl("delete", "ifd", "chat", "-n", namespace, "--timeout=60s")

@@ -73,6 +73,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if or (not $known) (.Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy") }}true{{ end -}}
 {{- end -}}
 
+{{/* Whether the policies of admission.marks are made: "true", or nothing. The values of an older release may lack it. */}}
+{{- define "moontide.guardsMarks" -}}
+{{- $marks := (.Values.admission | default dict).marks | default "Auto" -}}
+{{- if and (include "moontide.hasAdmission" .) (or (eq $marks "On") (and (eq $marks "Auto") (not .Values.watchNamespace))) }}true{{ end -}}
+{{- end -}}
+
+{{/* Who may write any podTemplate: admission.podTemplates, with Any or PodCreators for Auto. */}}
+{{- define "moontide.podTemplates" -}}
+{{- $given := (.Values.admission | default dict).podTemplates | default "Auto" -}}
+{{- $auto := ternary "PodCreators" "Any" (and (ne (include "moontide.hasAdmission" .) "") (not .Values.watchNamespace)) -}}
+{{- ternary $auto $given (eq $given "Auto") -}}
+{{- end -}}
+
 {{/* The operator's pods, as a peer of a NetworkPolicy in any namespace. */}}
 {{- define "moontide.operatorPeer" -}}
 - namespaceSelector:
