@@ -48,7 +48,12 @@ SETS: Mapping[str, Mapping[str, Any]] = {
     },
     "trainers": {
         "hook": {"enabled": True, "tlsSecret": "hook-tls"},
-        "trainer": {"roles": [{"namespace": "rl", "policies": ["policy"], "fleets": ["chat", "code"]}]},
+        "trainer": {
+            "roles": [
+                {"namespace": "rl", "policies": ["policy"], "fleets": ["chat", "code"]},
+                {"name": "through-the-hook", "namespace": "rl", "policies": ["policy"], "via": "hook"},
+            ]
+        },
     },
     "one-namespace-user-roles": {"watchNamespace": "rl", "userRoles": "On"},
     "admin-tls": {"adminTLS": {"caConfigMap": "moontide-ca"}},

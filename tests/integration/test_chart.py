@@ -73,6 +73,8 @@ def test_there_is_no_snapshot_of_nothing() -> None:
         ),
         ({"podLabels": {"app.kubernetes.io/name": "a"}}, "which the chart sets itself"),
         ({"networkPolicies": {"enabled": True}}, "write networkPolicies.namespaces, for example {rl}"),
+        ({"trainer": {"roles": [{**ROLE, "via": "hook"}]}}, "via the hook, which is off: write hook.enabled=true"),
+        ({"trainer": {"roles": [{**ROLE, "via": "ray"}]}}, "value must be one of 'kubeconfig', 'hook'"),
         ({"trainer": {"roles": [ROLE, ROLE]}}, "in namespace rl twice: give each a name of its own"),
         ({"adminTLS": {"caConfigMap": "a", "caSecret": "b"}}, "two places for one file: write one of them"),
     ],
@@ -179,6 +181,15 @@ def test_the_operators_pods_keep_the_labels_that_they_are_found_by() -> None:
     assert metadata["labels"].items() >= {"team": "platform", **spec["selector"]["matchLabels"]}.items()
     assert "team" not in spec["selector"]["matchLabels"]
     assert metadata["annotations"] == {"a": "b"}
+
+
+@pytest.mark.parametrize(("via", "verb"), [("", "patch"), ("kubeconfig", "patch"), ("hook", "bump")])
+def test_a_trainers_role_changes_the_whole_spec_only_with_a_kubeconfig(via: str, verb: str) -> None:
+    role = {**ROLE, **({"via": via} if via else {})}
+    found = chart.manifests({**HOOK, "trainer": {"roles": [role]}})
+    (made,) = (each for each in found if each["metadata"]["name"] == "moontide-trainer")
+    (rule,) = made["rules"]
+    assert (rule["resources"], rule["verbs"]) == (["policyversions"], ["get", verb])
 
 
 def test_of_the_authorities_secret_the_operator_gets_no_key() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from moontide.trainer import ApiError, PrepareFailed, policy_update, policy_update_async
 from moontide.trainer.cli import DONE, main
@@ -45,7 +46,7 @@ class Site:
     def ask(self, method: str, more: str = "", *, token: str, by: str = "leader", **body: object) -> httpx.Response:
         url = f"{self.hooks[by]}/hook/v1/namespaces/{self.namespace}/policies/policy{more}"
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        sent = {"json": body} if method == "POST" else {}
+        sent = {"json": body} if method in ("POST", "PATCH") else {}
         return httpx.request(method, url, headers=headers, timeout=90, trust_env=False, **sent)  # type: ignore[arg-type]
 
     def options(self, token: str, by: str = "leader") -> dict[str, Any]:
@@ -168,6 +169,7 @@ def test_who_may_not_is_told_what_to_write(site: Site) -> None:
     assert refused.status_code == 403
     message = refused.json()["message"]
     assert "may not patch policyversions.moontide.dev" in message
+    assert "nor bump it" in message
     assert site.policy()["spec"] == before
     commands = message.partition("write a Role and bind it: ")[2].split(" && ")
     for command in commands:
@@ -253,6 +255,35 @@ def test_a_trainer_that_may_not_read_the_engines_token(site: Site) -> None:
         with policy_update("policy", "never", **site.options(token)):
             raise AssertionError
     assert "preparing" not in site.policy()["spec"]
+
+
+def test_a_trainer_that_may_bump_through_the_hook_cannot_patch_the_spec(site: Site, tools: Path) -> None:
+    account, kubectl = "hook-only", site.kubectl
+    role = {"namespace": site.namespace, "name": account, "policies": ["policy"], "fleets": ["chat"], "via": "hook"}
+    values = yaml.safe_dump({"hook": {"enabled": True}, "trainer": {"roles": [role]}})
+    command = [str(tools / "helm"), "template", "moontide", str(ROOT / "charts/moontide"), "--values", "-"]
+    made = subprocess.run(
+        [*command, "-s", "templates/trainers.yaml"], input=values, capture_output=True, text=True, check=True
+    )
+    kubectl("apply", "-f", "-", stdin=made.stdout)
+    kubectl("create", "serviceaccount", account, "-n", site.namespace)
+    binding = (f"--role={account}", f"--serviceaccount={site.namespace}:{account}")
+    kubectl("create", "rolebinding", account, "-n", site.namespace, *binding)
+    token = site.token(account)
+    site.wait_for("its Role is there", lambda: site.ask("GET", token=token).status_code == 200, 30)
+    answer = site.ask("POST", "/bump?wait=60", token=token, version="by-hook-only")
+    assert (answer.status_code, answer.json()["current"]) == (200, True), answer.text
+    with policy_update("policy", "pushed-by-hook-only", **site.options(token, "standby")) as update:
+        assert update.engines
+    before = site.policy()["spec"]
+    assert before["version"] == "pushed-by-hook-only"
+    assert site.ask("PATCH", token=token, spec={"suspend": True}).status_code == 400
+    mine = (f"--as=system:serviceaccount:{site.namespace}:{account}", "-n", site.namespace, "--type=merge")
+    for spec in ({"version": "x"}, {"allowedNamespaces": ["*"]}, {"suspend": True}):
+        refused = kubectl.run("patch", "polv", "policy", *mine, "-p", json.dumps({"spec": spec}), check=False)
+        assert refused.returncode != 0
+        assert "cannot patch resource" in refused.stderr
+    assert site.policy()["spec"] == before
 
 
 def test_a_wait_ends_when_the_policy_changes(site: Site) -> None:

@@ -17,6 +17,9 @@ from moontide.kube.reviews import Right, User
 
 logger = logging.getLogger(__name__)
 
+CHANGE = "bump"
+"""A verb of the hook's own on PolicyVersions: whoever has it may change what the hook changes, and nothing else of a
+spec."""
 KEEP_SECONDS = 5.0
 _MEMORY = 1024
 _AT_ONCE = 16
@@ -87,30 +90,36 @@ class Guard:
         self._known[key] = _Known(found, self._clock() + self._keep)
         return found
 
-    async def refused(self, header: str | None, right: Right) -> str:
-        """Why the request's user has not this right, and what to write; empty: it is theirs. Raises Refusal."""
+    async def refused(self, header: str | None, *rights: Right) -> str:
+        """Why the request's user has none of these rights, and what to write; empty: one is theirs. Raises Refusal.
+
+        They are verbs on one object, the narrowest last.
+        """
         user = await self.user(header)
         key = _key(_token(header))
         known = self._known.get(key)
-        if known is not None and self._clock() < known.rights.get(right, 0.0):
+        if known is not None and any(self._clock() < known.rights.get(right, 0.0) for right in rights):
             return ""
-        try:
-            async with self._turn:
-                allowed = await self._reviews.may(user, right)
-        except (Retry, InvalidSpec) as error:
-            raise _unasked(error) from error
-        if not allowed:
-            self._known.pop(key, None)
-            return f"{user.name} may not {right}; {_role(user, right)}"
-        if known is not None and known is self._known.get(key):
-            known.rights[right] = self._clock() + self._keep
-        return ""
-
-    async def require(self, header: str | None, *rights: Right) -> User:
-        """The request's user, who has all of these rights. Raises Refusal: 401, 403, 503."""
-        user = await self.user(header)
         for right in rights:
-            why = await self.refused(header, right)
+            try:
+                async with self._turn:
+                    allowed = await self._reviews.may(user, right)
+            except (Retry, InvalidSpec) as error:
+                raise _unasked(error) from error
+            if allowed:
+                if known is not None and known is self._known.get(key):
+                    known.rights[right] = self._clock() + self._keep
+                return ""
+        self._known.pop(key, None)
+        nor = "".join(f", nor {right.verb} it" for right in rights[1:])
+        return f"{user.name} may not {rights[0]}{nor}; {_role(user, rights[-1])}"
+
+    async def require(self, header: str | None, *wanted: Right | tuple[Right, ...]) -> User:
+        """The request's user, who has all of these rights; of several in one, any. Raises Refusal: 401, 403, 503."""
+        user = await self.user(header)
+        for each in wanted:
+            rights = each if isinstance(each, tuple) else (each,)
+            right, why = rights[-1], await self.refused(header, *rights)
             if why:
                 resource = f"{right.resource}/{right.namespace}/{right.name}"
                 logger.info("refused", extra={"user": user.name, "verb": right.verb, "resource": resource})
@@ -137,7 +146,7 @@ def _role(user: User, right: Right) -> str:
     """The commands that give the right."""
     where = f"-n {right.namespace}"
     resource = f"{right.resource}.{right.group}" if right.group else right.resource
-    verbs = "get" if right.resource == "secrets" else "get,patch"
+    verbs = "get" if right.resource == "secrets" else f"get,{'patch' if right.verb == 'patch' else CHANGE}"
     name = f"moontide-trainer-{right.resource}"
     role = f"kubectl create role {name} {where} --verb={verbs} --resource={resource} --resource-name={right.name}"
     parts: Sequence[str] = user.name.split(":")

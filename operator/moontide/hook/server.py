@@ -20,7 +20,7 @@ from moontide.config import Config
 from moontide.errors import InvalidSpec, Retry
 from moontide.hook.carrier import Carrier
 from moontide.hook.errors import BUSY_SECONDS, Refusal, refusal_of, unavailable
-from moontide.hook.guard import Guard
+from moontide.hook.guard import CHANGE, Guard
 from moontide.hook.requests import LONGEST_WAIT, VERBS, Wait, body_of, patch_of, shown, wait_of
 from moontide.kube import tokens
 from moontide.kube.client import Kube
@@ -119,7 +119,7 @@ class Hook:
 
     async def _patch(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
         target = self._target(request)
-        user = await self._allow(request, target, "get", "patch")
+        user = await self._allow(request, target, "get", ("patch", CHANGE))
         verb, body = patch_of(await _sent(request))
         revision = (body.get("metadata") or {}).get("resourceVersion")
         seen = Policy({"metadata": {"resourceVersion": revision}}) if revision is not None else None
@@ -132,7 +132,7 @@ class Hook:
 
     async def _post(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
         target, verb, wait = self._target(request), request.match_info["verb"], wait_of(request.query)
-        user = await self._allow(request, target, "get", "patch")
+        user = await self._allow(request, target, "get", ("patch", CHANGE))
         body = body_of(verb, await _sent(request))
         steps = _steps(target, verb, body, target.clock() + CHANGE_SECONDS)
         await self._carrier.run(steps, lambda spec: _log(target, user, verb, spec))
@@ -152,11 +152,15 @@ class Hook:
         """Seconds; every wait is over once the process is about to end."""
         return time.monotonic() + (_AGES if self._closing.is_set() else 0.0)
 
-    async def _allow(self, request: aiohttp.web.Request, target: Target, *rights: str) -> User:
-        """The user, who has these rights to the policy. Raises Refusal."""
+    async def _allow(self, request: aiohttp.web.Request, target: Target, *wanted: str | tuple[str, ...]) -> User:
+        """The user, who may do all of these to the policy; of several verbs in one, any. Raises Refusal."""
         header = request.headers.get("Authorization")
-        wanted = (Right(verb, GROUP, POLICY.plural, target.namespace, target.name) for verb in rights)
-        user = await self._guard.require(header, *wanted)
+
+        def right(verb: str) -> Right:
+            return Right(verb, GROUP, POLICY.plural, target.namespace, target.name)
+
+        rights = (right(each) if isinstance(each, str) else tuple(map(right, each)) for each in wanted)
+        user = await self._guard.require(header, *rights)
         only = self._config.watch_namespace
         if only and target.namespace != only:
             raise Refusal(404, "NotFound", f"this operator serves namespace {only}; name a policy of it")

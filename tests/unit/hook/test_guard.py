@@ -11,6 +11,7 @@ from tests.unit.hook.hookkit import Reviews
 
 GET = Right("get", "moontide.dev", "policyversions", "rl", "policy")
 PATCH = Right("patch", "moontide.dev", "policyversions", "rl", "policy")
+BUMP = Right("bump", "moontide.dev", "policyversions", "rl", "policy")
 TOKEN = Right("get", "", "secrets", "rl", "tiny-admin")
 GOOD = "Bearer good"
 
@@ -86,6 +87,32 @@ async def test_a_refusal_says_which_role_to_write() -> None:
     said = await guard.refused("bearer good", TOKEN)
     assert "--verb=get --resource=secrets --resource-name=tiny-admin" in said
     assert said.endswith("""--user='o'"'"'brien'""")
+
+
+async def test_of_several_verbs_any_is_enough() -> None:
+    guard, reviews, clock = make()
+    for refused, asked in (({"patch policyversions"}, "bump"), ({"bump policyversions"}, "patch")):
+        reviews.refused = refused
+        for _ in range(3):
+            await guard.require(GOOD, GET, (PATCH, BUMP))
+        assert reviews.asked[f"{asked} policyversions"] == 1
+        reviews.asked.clear()
+        clock.now += 5.0
+    reviews.refused = {"patch policyversions", "bump policyversions"}
+    with pytest.raises(Refusal) as raised:
+        await guard.require(GOOD, GET, (PATCH, BUMP))
+    assert raised.value.status == 403
+    assert str(raised.value).startswith(
+        'system:serviceaccount:rl:trainer may not patch policyversions.moontide.dev "policy" in namespace "rl", '
+        "nor bump it; write a Role and bind it: kubectl create role moontide-trainer-policyversions -n rl "
+        "--verb=get,bump --resource=policyversions.moontide.dev "
+    )
+    # It has forgotten what it knew of that token.
+    await guard.require(GOOD, GET)
+    assert reviews.asked["get policyversions"] == 2
+    reviews.refused = {"patch policyversions"}
+    with pytest.raises(Refusal):
+        await guard.require(GOOD, PATCH)
 
 
 async def test_an_api_server_that_is_away_is_no_refusal() -> None:

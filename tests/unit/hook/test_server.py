@@ -172,7 +172,7 @@ def test_strangers(make: Make) -> None:
         answer = httpx.get(f"{hook.url}{POLICY}", headers=headers, trust_env=False)
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"].startswith('Bearer realm="moontide"')
-    hook.reviews.refused = {"patch policyversions"}
+    hook.reviews.refused = {"patch policyversions", "bump policyversions"}
     for verb in ("bump", "prepare", "commit", "abort", "reset"):
         answer = post(hook, verb, version=2)
         assert (answer.status_code, answer.json()["reason"]) == (403, "Forbidden")
@@ -183,6 +183,20 @@ def test_strangers(make: Make) -> None:
     assert hook.http.get(POLICY).status_code == 403
     assert hook.http.get(f"{POLICY}-that-is-not-there").status_code == 403
     assert cluster.patches == []
+
+
+@pytest.mark.parametrize("lacking", ["patch", "bump"])
+def test_who_may_bump_through_the_hook_need_not_be_allowed_to_patch(make: Make, lacking: str) -> None:
+    cluster, hook = make()
+    hook.reviews.refused = {f"{lacking} policyversions"}
+    with policy_update("policy", 2, **options(hook)):
+        cluster.world.push_weights("2")
+    assert post(hook, "reset", nonce="n").status_code == 200
+    assert cluster.patches == [{"preparing": 2}, {"version": 2, "preparing": None}, {"resetNonce": "n"}]
+    refused = hook.http.patch(POLICY, json={"spec": {"allowedNamespaces": ["*"]}})
+    assert (refused.status_code, len(cluster.patches)) == (400, 3)
+    hook.reviews.refused |= {"get policyversions"}
+    assert post(hook, "reset", nonce="m").status_code == 403
 
 
 def test_a_token_of_engines_that_is_not_allowed(make: Make) -> None:
