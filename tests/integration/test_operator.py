@@ -219,8 +219,9 @@ def test_at_rest_nothing_is_written(kubectl: Any, operator: Any, fleet: str, wai
     def settled() -> bool:
         nonlocal last
         time.sleep(5)
+        applied = owned()
         before, last = last, versions()
-        return before == last and owned()
+        return applied and before == last
 
     wait_for("rest", settled, 120)
     time.sleep(6)
