@@ -122,6 +122,7 @@ def test_helm_with_crds_keeps_them_when_it_goes(kubectl: Any, helm: Helm, namesp
         ("hook.enabled=true", "hook.tlsSecret=s"),
         ("watchNamespace=a", "hook.enabled=true"),
         ("monitoring.dashboard.enabled=true",),
+        ("nodeSelector.disk=ssd", "tolerations[0].operator=Exists", "podLabels.team=b", "podAnnotations.team=b"),
         ("networkPolicies.enabled=true", "networkPolicies.namespaces={default}"),
         ("trainer.roles[0].namespace=a", "trainer.roles[0].policies[0]=policy", "trainer.roles[0].fleets[0]=chat"),
     ],
