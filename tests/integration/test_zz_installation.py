@@ -108,6 +108,9 @@ def test_helm_with_crds_keeps_them_when_it_goes(kubectl: Any, helm: Helm, namesp
     helm("upgrade", "second", chart, "-n", "whole", "--set", "watchNamespace=default", "--take-ownership")
     helm("uninstall", "second", "-n", "whole")
     helm("uninstall", "moontide", "-n", "whole")
+    # What a release left behind that is gone, another may take.
+    helm("install", "third", chart, "-n", "whole", "--take-ownership")
+    helm("uninstall", "third", "-n", "whole")
     assert kubectl.get("ifd", "chat", namespace) is not None
     kubectl("delete", "ifd", "chat", "-n", namespace, "--timeout=60s")
 
