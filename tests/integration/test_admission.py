@@ -186,7 +186,7 @@ def _faults(kubectl: Any, wait_for: Any, policies: Objects) -> list[Any]:
 
 
 def test_the_api_server_finds_no_fault_in_the_expressions(guarded: Guarded, wait_for: Any) -> None:
-    assert _faults(guarded.kubectl, wait_for, _policies(guarded.name)) == [{}, {}, {}]
+    assert _faults(guarded.kubectl, wait_for, _policies(guarded.name)) == [{}, {}, {}, {}]
 
 
 class InUse:
