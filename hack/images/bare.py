@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import runpy
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from hack.cluster.errors import ClusterError
 from hack.cluster.settings import cache_root, repository_root
@@ -31,15 +30,4 @@ def check(builder: Builder, reference: str) -> None:
 
 def paths(tars: Iterable[Path]) -> list[str]:
     """Files and links, by path from the root, as the layers leave them."""
-    found: sbom.Files = {}
-    for path in tars:
-        with tarfile.open(path) as layer:
-            added: sbom.Files = {}
-            for member in layer:
-                place = PurePosixPath(member.name.lstrip("/"))
-                if place.name.startswith(".wh."):
-                    sbom.hide(found, place)
-                elif not member.isdir():
-                    added[str(place)] = ""
-            found.update(added)
-    return list(found)
+    return list(sbom.merged(tars, lambda _, member, __: None if member.isdir() else ""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
@@ -15,6 +15,7 @@ from hack.cluster.settings import cache_root
 from hack.images.builder import Builder
 
 Files = dict[str, str]
+Read = Callable[[tarfile.TarFile, tarfile.TarInfo, PurePosixPath], str | None]
 DPKG = "var/lib/dpkg/status"
 RELEASE = "usr/lib/os-release"
 
@@ -44,24 +45,35 @@ def layers(layout: Path) -> list[Path]:
 
 def files(tars: Iterable[Path]) -> Files:
     """The files that say what is installed, by path, as the layers leave them on top of each other."""
+
+    def text(layer: tarfile.TarFile, member: tarfile.TarInfo, place: PurePosixPath) -> str | None:
+        if not member.isfile() or not (str(place) in (DPKG, RELEASE) or _describes(place)):
+            return None
+        content = layer.extractfile(member)
+        assert content is not None
+        return content.read().decode(errors="replace")
+
+    return merged(tars, text)
+
+
+def merged(tars: Iterable[Path], read: Read) -> Files:
+    """What ``read`` says of each member, by path from the root, as the layers leave them on top of each other; nothing
+    of a member of which it says None."""
     found: Files = {}
     for path in tars:
         with tarfile.open(path) as layer:
             added: Files = {}
             for member in layer:
-                name = str(PurePosixPath(member.name.lstrip("/")))
-                place = PurePosixPath(name)
+                place = PurePosixPath(member.name.lstrip("/"))
                 if place.name.startswith(".wh."):
-                    hide(found, place)
-                elif member.isfile() and (name in (DPKG, RELEASE) or _describes(place)):
-                    content = layer.extractfile(member)
-                    assert content is not None
-                    added[name] = content.read().decode(errors="replace")
+                    _hide(found, place)
+                elif (said := read(layer, member, place)) is not None:
+                    added[str(place)] = said
             found.update(added)
     return found
 
 
-def hide(found: Files, mark: PurePosixPath) -> None:
+def _hide(found: Files, mark: PurePosixPath) -> None:
     """Take out what a mark of removal hides in the layers below."""
     gone = str(mark.parent if mark.name == ".wh..wh..opq" else mark.with_name(mark.name.removeprefix(".wh.")))
     for name in [each for each in found if each == gone or each.startswith(f"{gone}/")]:

@@ -142,10 +142,7 @@ class WatchedKube(Kube):
         seen = self.sight.get("deployments", namespace, name)
         if seen is None or seen.body is None:
             return None
-        if "model" not in seen.made:
-            seen.made["model"] = k8s.V1Deployment.from_dict(seen.body)
-        found: k8s.V1Deployment | None = seen.made["model"]
-        return found
+        return _once(seen, k8s.V1Deployment.from_dict)
 
     async def list_pods(self, namespace: str, label_selector: str) -> list[k8s.V1Pod]:
         """As of :class:`Kube`; of the specs only how admin ports are served."""
@@ -186,10 +183,11 @@ class WatchedKube(Kube):
         self, sources: tuple[Resource[Any] | None, ...], make: Callable[[], Sequence[Child | Overridden]]
     ) -> None:
         """As of :class:`Kube`. Where the sources are as they were and all children stand, none is made."""
-        first = sources[0]
-        plural = next((kind.plural for kind in KINDS if first is not None and kind.kind == first.kind), "")
-        seen = self.sight.get(plural, first.meta.namespace, first.meta.name) if first is not None else None
-        if seen is None or seen.made.get("model") is not first:
+        owner = sources[0]
+        assert owner is not None
+        plural = next(kind.plural for kind in KINDS if kind.kind == owner.kind)
+        seen = self.sight.get(plural, owner.meta.namespace, owner.meta.name)
+        if seen is None or seen.made.get("model") is not owner:
             await self.apply(*make())
             return
         known: _Made | None = seen.made.get("children")
@@ -346,11 +344,16 @@ class WatchedKube(Kube):
 
 
 def _parsed(kind: Kind[T], seen: Seen) -> Resource[T]:
-    """The object, which nobody changes, parsed once."""
+    """The object, parsed once."""
+    return _once(seen, lambda body: parse(kind, body))
+
+
+def _once(seen: Seen, convert: Callable[[dict[str, Any]], R]) -> R:
+    """What ``convert`` makes of the body, made once: nobody changes it."""
     assert seen.body is not None
     if "model" not in seen.made:
-        seen.made["model"] = parse(kind, seen.body)
-    found: Resource[T] = seen.made["model"]
+        seen.made["model"] = convert(seen.body)
+    found: R = seen.made["model"]
     return found
 
 

@@ -51,8 +51,7 @@ async def concerned(ctx: Context, pool: Resource[KVCachePool]) -> bool:
     """Whether the pool has memory nodes, or had some that are still there."""
     if pool.model.spec.memory.store_nodes is not None:
         return True
-    live = await ctx.kube.get_child_deployment(pool.meta.namespace, naming.store_nodes(pool.meta.name))
-    return live is not None and _ours(live, pool)
+    return await _live(ctx, pool) is not None
 
 
 async def prepare(ctx: Context, pool: Resource[KVCachePool]) -> k8s.V1Deployment | None:
@@ -62,9 +61,7 @@ async def prepare(ctx: Context, pool: Resource[KVCachePool]) -> k8s.V1Deployment
     none.
     """
     meta, spec = pool.meta, pool.model.spec
-    live = await ctx.kube.get_child_deployment(meta.namespace, naming.store_nodes(meta.name))
-    if live is not None and not _ours(live, pool):
-        live = None
+    live = await _live(ctx, pool)
     if spec.memory.store_nodes is None and live is None:
         return None
     image, owner = ctx.config.mooncake_image, pool.owner_reference()
@@ -94,16 +91,19 @@ def _drain_of(live: k8s.V1Deployment) -> int:
     return max(0, grace - resources.EXIT_SECONDS)
 
 
-def _ours(live: k8s.V1Deployment, pool: Resource[KVCachePool]) -> bool:
-    references = live.metadata.owner_references if live.metadata is not None else None
-    return any(each.controller and each.uid == pool.meta.uid for each in references or ())
+async def _live(ctx: Context, pool: Resource[KVCachePool]) -> k8s.V1Deployment | None:
+    """The Deployment of the pool's memory nodes; None, too, where the name is another's."""
+    live = await ctx.kube.get_child_deployment(pool.meta.namespace, naming.store_nodes(pool.meta.name))
+    references = live.metadata.owner_references if live is not None and live.metadata is not None else None
+    ours = any(each.controller and each.uid == pool.meta.uid for each in references or ())
+    return live if ours else None
 
 
 async def look(ctx: Context, pool: Resource[KVCachePool]) -> Nodes | None:
     """The memory nodes as they are; None where there never were any. An Event tells of each that goes."""
     meta, spec = pool.meta, pool.model.spec
-    live = await ctx.kube.get_child_deployment(meta.namespace, naming.store_nodes(meta.name))
-    if live is None or not _ours(live, pool):
+    live = await _live(ctx, pool)
+    if live is None:
         return None
     pods = await ctx.kube.list_pods(meta.namespace, labels.selector(labels.store_node_labels(meta.name)))
     going = [pod for pod in pods if pod.metadata is not None and pod.metadata.deletion_timestamp is not None]
