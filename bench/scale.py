@@ -336,7 +336,7 @@ def garbage_collector(made: Plane, folder: Path) -> Iterator[None]:
             raise RuntimeError((folder / "garbage-collector.log").read_text()[-2000:])
     finally:
         process.terminate()
-        process.wait()
+        process.wait(60)
 
 
 def slope(rows: Sequence[Object]) -> float:

@@ -91,7 +91,8 @@ async def look_at_master(http: aiohttp.ClientSession, base: str) -> MasterState:
 
 
 def parse_gauges(text: str) -> dict[str, int]:
-    """The gauges of a pool's status in the master's metrics. Raises ValueError for text that is no metrics page."""
+    """The gauges of a pool's status in the master's metrics: none in text that is no metrics page. Raises ValueError
+    for one of them that has no number."""
     wanted, found = {**_GAUGES, **_MORE}, {}
     read = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(_LINES))
     for family in text_string_to_metric_families(read):
