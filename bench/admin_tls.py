@@ -22,9 +22,8 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import aiohttp
-
 from moontide.engines.client import Unanswered, engine_status, fan_out, new_http_client
+from moontide.engines.wire import Session
 from tests.component.certificates import Authority
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +40,7 @@ def resident() -> int:
     return pages * 4096
 
 
-async def look(http: aiohttp.ClientSession, urls: list[str], name: str) -> float:
+async def look(http: Session, urls: list[str], name: str) -> float:
     """CPU milliseconds a call of one look at all."""
     began = time.process_time()
     answers = await fan_out(urls, lambda url: engine_status(http, url, "token", 30.0, name))

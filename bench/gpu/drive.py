@@ -26,10 +26,10 @@ from typing import Any, cast
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "operator")]
 
-import aiohttp  # noqa: E402
 
 from moontide import naming  # noqa: E402
-from moontide.engines.client import new_http_client  # noqa: E402
+from moontide.engines.tls import Trust  # noqa: E402
+from moontide.engines.wire import Answer, Session  # noqa: E402
 from moontide.kube.client import Kube, Resource, parse  # noqa: E402
 from moontide.kube.kinds import DEPLOYMENT, POLICY, POOL  # noqa: E402
 from moontide.kube.tokens import Tokens  # noqa: E402
@@ -117,29 +117,21 @@ class PaperKube:
         self.events.append((reason, message))
 
 
-class ToWiper:
+class ToWiper(Session):
     """Sends what is for the pool's Service to the wiper's URL, and everything else where it says."""
 
     def __init__(self, wiper: str | None) -> None:
-        self._inner = new_http_client()
+        super().__init__(Trust())
         self._wiper = wiper.rstrip("/") if wiper else None
         self._service = f"http://{naming.service_host(naming.master(POOL_NAME), HOME)}:{naming.WIPER_PORT}"
 
-    def request(self, method: str, url: object, **more: Any) -> Any:
-        """As of an ``aiohttp.ClientSession``."""
-        text = str(url)
-        if self._wiper is not None and text.startswith(self._service):
-            text = self._wiper + text.removeprefix(self._service)
-        return self._inner.request(method, text, **more)
-
-    @property
-    def connector(self) -> aiohttp.BaseConnector | None:
-        """As of an ``aiohttp.ClientSession``."""
-        return self._inner.connector
-
-    async def close(self) -> None:
-        """As of an ``aiohttp.ClientSession``."""
-        await self._inner.close()
+    async def ask(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, server_name: str = ""
+    ) -> Answer:
+        """As of a Session."""
+        if self._wiper is not None and url.startswith(self._service):
+            url = self._wiper + url.removeprefix(self._service)
+        return await super().ask(method, url, headers, body, server_name)
 
 
 class Steps(logging.Handler):
@@ -170,7 +162,7 @@ class Driver:
         wiper: str | None,
         fleet_uid: str,
         token: str,
-        http: aiohttp.ClientSession | None = None,
+        http: Session | None = None,
     ) -> None:
         """``engines``: base URLs of admin ports. ``wiper``: None for a fleet without a store. ``http``: another way to
         them than TCP."""
@@ -199,7 +191,7 @@ class Driver:
 
     async def _connect(self) -> None:
         """A client belongs to the loop in which it is made."""
-        self._http = self._given or cast("aiohttp.ClientSession", ToWiper(self._wiper))
+        self._http = self._given or ToWiper(self._wiper)
         self._context = Context(cast("Kube", self.kube), self._http, OneToken(self._token), term=lambda: 1)
 
     def change(self, seconds: float = 60.0, **spec: object) -> Body:

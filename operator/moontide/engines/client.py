@@ -12,14 +12,13 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, TypeVar
 
-import aiohttp
 from pydantic import ValidationError
-from yarl import URL
+from pydantic_core import to_json
 
 from moontide.engines import tls
+from moontide.engines.wire import Session
 from moontide.planning.model import Action, Collect, Command, EngineStatus, Fleet, Result, Step, Wipe
 
 T = TypeVar("T")
@@ -33,9 +32,6 @@ _BOUNDED = frozenset({Step.QUIESCE, Step.DRAIN, Step.RESET, Step.RESUME, Step.FE
 """Steps that take their bound; an admission takes one where it does more than to note something."""
 Token = str | tuple[str, ...]
 """A bearer token, or several of which the peer may know only one: the next is tried where one is refused."""
-KEEPALIVE_SECONDS = 4.0
-"""Connections are kept for less time than uvicorn keeps them."""
-_CALLERS_TIMEOUT = aiohttp.ClientTimeout(total=None)
 MARGIN_SECONDS = 2.0
 """How much longer than the engine's own bound the client waits, so that the engine's reason arrives."""
 
@@ -48,24 +44,15 @@ class Unanswered:
     message: str
 
 
-def new_http_client(authorities: str = "") -> aiohttp.ClientSession:
-    """A client for admin planes: no proxies, no cookies, a connection a peer and as many as are needed.
-
-    Not httpx: its pool looks through all connections for each request (docs/performance.md). Must be made where a loop
-    runs. ``authorities``: see :class:`moontide.engines.tls.Trust`.
+def new_http_client(authorities: str = "") -> Session:
+    """A client for admin planes. Must be made where a loop runs. ``authorities``: see
+    :class:`moontide.engines.tls.Trust`.
     """
-    connector = tls.Connector(
-        tls.Trust(authorities),
-        limit=0,
-        keepalive_timeout=KEEPALIVE_SECONDS,
-        resolver=aiohttp.ThreadedResolver(),
-        use_dns_cache=False,
-    )
-    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
+    return Session(tls.Trust(authorities))
 
 
 async def _json(
-    http: aiohttp.ClientSession,
+    http: Session,
     method: str,
     url: str,
     token: Token,
@@ -73,7 +60,7 @@ async def _json(
     body: dict[str, Any] | None = None,
     server_name: str = "",
 ) -> tuple[int, dict[str, Any]] | Unanswered:
-    data = None if body is None else json.dumps(body).encode()
+    data = None if body is None else to_json(body)
     status, text = 0, b""
     try:
         async with asyncio.timeout(seconds):
@@ -81,13 +68,13 @@ async def _json(
                 headers = {"authorization": f"Bearer {each}"}
                 if data is not None:
                     headers["content-type"] = "application/json"
-                status, text = await _ask(http, method, url, headers, data, server_name)
+                status, text = await http.ask(method, url, headers, data, server_name)
                 # What was refused for its token did nothing, so it may be sent again with the next one.
                 if status != 401:
                     break
     except TimeoutError:
         return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         distrusted = tls.refusal(error, url, server_name)
         if distrusted is not None:
             return Unanswered(tls.REASON, distrusted)
@@ -103,46 +90,16 @@ async def _json(
     return status, parsed
 
 
-@lru_cache(maxsize=16384)
-def _parsed(url: str) -> URL:
-    return URL(url)
-
-
-async def fetch(http: aiohttp.ClientSession, url: str, seconds: float) -> tuple[int, str] | Unanswered:
+async def fetch(http: Session, url: str, seconds: float) -> tuple[int, str] | Unanswered:
     """Status and text of a page that needs no token, as a master's, within ``seconds``."""
     try:
         async with asyncio.timeout(seconds):
-            status, text = await _ask(http, "GET", url, {}, None)
+            status, text = await http.ask("GET", url, {})
     except TimeoutError:
         return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return Unanswered("Unreachable", f"{url}: {type(error).__name__}")
     return status, text.decode(errors="replace")
-
-
-async def _ask(
-    http: aiohttp.ClientSession,
-    method: str,
-    url: str,
-    headers: dict[str, str],
-    data: bytes | None,
-    server_name: str = "",
-) -> tuple[int, bytes]:
-    """Status and body. A peer may close a connection that it has kept at the moment in which it is used again: what was
-    sent then is sent once more, on a new one. Every call may be repeated."""
-    place = _parsed(url)
-    more = tls.terms(http, server_name) if place.scheme == "https" else {}
-    for last in (False, True):
-        try:
-            asked = http.request(
-                method, place, headers=headers, data=data, allow_redirects=False, timeout=_CALLERS_TIMEOUT, **more
-            )
-            async with asked as response:
-                return response.status, await response.read()
-        except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-            if last:
-                raise
-    raise AssertionError("unreachable")
 
 
 def base_url(address: str) -> str:
@@ -151,7 +108,7 @@ def base_url(address: str) -> str:
 
 
 async def engine_status(
-    http: aiohttp.ClientSession, address: str, token: Token, seconds: float = STATUS_SECONDS, server_name: str = ""
+    http: Session, address: str, token: Token, seconds: float = STATUS_SECONDS, server_name: str = ""
 ) -> EngineStatus | Unanswered:
     """What the engine at ``address`` says of itself, within ``seconds``. ``server_name``: see
     :class:`moontide.planning.model.Replica`."""
@@ -173,7 +130,7 @@ def status_of(address: str, code: int, body: dict[str, Any]) -> EngineStatus | U
 
 
 async def wiper_refusal(
-    http: aiohttp.ClientSession, url: str, token: Token, seconds: float = STATUS_SECONDS, server_name: str = ""
+    http: Session, url: str, token: Token, seconds: float = STATUS_SECONDS, server_name: str = ""
 ) -> str:
     """Why the wiper at ``url`` did not take the token, as one word; empty where it took it.
 
@@ -206,7 +163,7 @@ def _result(action: Action, answer: tuple[int, dict[str, Any]] | Unanswered, sta
     return Result(action, success, reason, message, removed if isinstance(removed, int) else 0, seconds, status)
 
 
-async def send(http: aiohttp.ClientSession, command: Command, token: Token, term: int) -> Result:
+async def send(http: Session, command: Command, token: Token, term: int) -> Result:
     """One command to one engine, from the leader of ``term``.
 
     It takes at most ``timeout_seconds`` in the engine and :data:`MARGIN_SECONDS` around it.
@@ -224,7 +181,7 @@ async def send(http: aiohttp.ClientSession, command: Command, token: Token, term
     return _result(command, answer, started)
 
 
-async def wipe(http: aiohttp.ClientSession, action: Wipe, url: str, token: Token, term: int) -> Result:
+async def wipe(http: Session, action: Wipe, url: str, token: Token, term: int) -> Result:
     """Remove the fleet's keys, then verify: only a second removal that finds nothing proves it.
 
     ``url`` is the wiper's base, ``term`` this leader's: the wiper refuses lower ones. ``removed`` counts the keys of
@@ -236,7 +193,7 @@ async def wipe(http: aiohttp.ClientSession, action: Wipe, url: str, token: Token
     return await _twice(http, action, f"{url}/moontide/v1/wipe", token, seconds, body, started)
 
 
-async def collect(http: aiohttp.ClientSession, action: Collect, url: str, token: Token, term: int) -> Result:
+async def collect(http: Session, action: Collect, url: str, token: Token, term: int) -> Result:
     """Remove the fleet's keys of epochs that are over, then verify: a collection must find none.
 
     ``url`` and ``term``: see :func:`wipe`. ``removed`` counts the keys of the first. Keys in use, and those that a call
@@ -255,7 +212,7 @@ async def collect(http: aiohttp.ClientSession, action: Collect, url: str, token:
 
 
 async def _twice(
-    http: aiohttp.ClientSession,
+    http: Session,
     action: Wipe | Collect,
     url: str,
     token: Token,

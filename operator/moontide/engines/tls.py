@@ -7,17 +7,15 @@ not by the address at which it was found.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 import time
 from asyncio.sslproto import SSLProtocol
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import httpx
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.tracing import Trace
 from yarl import URL
 
 logger = logging.getLogger(__name__)
@@ -86,58 +84,39 @@ class Trust:
             return b""
 
 
-class Connector(aiohttp.TCPConnector):
-    """Connections, and whom to trust for those over TLS.
+class Turns:
+    """Handshakes one after the other, :data:`HANDSHAKES` at once."""
 
-    A connection is kept for the context and the name with which it was verified: aiohttp's pool goes by both (by the
-    name since 3.14, a test says so). None that was made under other authorities is used again.
-    """
+    def __init__(self) -> None:
+        self._left = asyncio.Semaphore(HANDSHAKES)
 
-    def __init__(self, trust: Trust, **options: Any) -> None:
-        super().__init__(**options)
-        self.trust = trust
-        self._turns = asyncio.Semaphore(HANDSHAKES)
-
-    async def _create_connection(
-        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
-    ) -> ResponseHandler:
-        if not req.is_ssl():
-            return await super()._create_connection(req, traces, timeout)
-        await self._turns.acquire()
+    @contextlib.asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """While a handshake is made. Whoever takes longer than :data:`HANDSHAKE_SECONDS` lets the next one begin."""
+        await self._left.acquire()
         held = True
 
         def release() -> None:
             nonlocal held
             if held:
                 held = False
-                self._turns.release()
+                self._left.release()
 
         late = asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, release)
         try:
-            return await super()._create_connection(req, traces, timeout)
+            yield
         finally:
             late.cancel()
             release()
 
 
-def terms(http: aiohttp.ClientSession, server_name: str) -> dict[str, Any]:
-    """How a request to an https URL is made. ``server_name``: whom the peer must be; empty: the URL's host.
-
-    Plain HTTP needs none of it: reading the public authorities takes longer than hundreds of calls.
-    """
-    connector = http.connector
-    context = connector.trust.context() if isinstance(connector, Connector) else True
-    return {"ssl": context, "server_hostname": server_name or None}
-
-
 def refusal(error: BaseException, url: str, server_name: str) -> str | None:
     """Why the peer at ``url`` is not trusted, as a sentence that says what to do; None where TLS is not the reason.
 
-    ``server_name``: see :func:`terms`.
+    ``server_name``: see :meth:`moontide.engines.wire.Session.ask`.
     """
     found: BaseException | None = error
-    # aiohttp's own errors are errors of ssl, too, but lack what those know.
-    while found is not None and (isinstance(found, aiohttp.ClientError) or not isinstance(found, ssl.SSLError)):
+    while found is not None and not isinstance(found, ssl.SSLError):
         found = found.__cause__ or found.__context__
     if found is None:
         return None

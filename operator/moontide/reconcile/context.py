@@ -7,10 +7,9 @@ import datetime as dt
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import aiohttp
-
 from moontide.config import Config
 from moontide.engines.client import Unanswered
+from moontide.engines.wire import Session
 from moontide.kube.client import Kube
 from moontide.kube.tokens import Tokens
 from moontide.metrics import Metrics
@@ -30,7 +29,7 @@ class Context:
     """The operator's dependencies. Shared, never copied."""
 
     kube: Kube
-    http: aiohttp.ClientSession
+    http: Session
     """For engines, masters and wipers; the API server has its own client."""
     tokens: Tokens
     term: Callable[[], int]

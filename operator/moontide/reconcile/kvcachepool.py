@@ -6,13 +6,13 @@ import datetime as dt
 import json
 from dataclasses import dataclass
 
-import aiohttp
 from kubernetes.aio import client as k8s
 from prometheus_client.parser import text_string_to_metric_families
 
 from moontide import naming, status
 from moontide.api.v1alpha1 import InferenceDeployment, KVCachePool, KVCachePoolStatus
 from moontide.engines.client import Unanswered, fetch
+from moontide.engines.wire import Session
 from moontide.errors import InvalidSpec, Retry
 from moontide.kube.client import Child, Resource
 from moontide.kube.kinds import POOL
@@ -58,7 +58,7 @@ _LINES = tuple(line for name in _NAMES for line in (f"{name} ", f"{name}{{", f"#
 """How the lines begin that are read. A page has four hundred, and the parser is Python."""
 
 
-async def look_at_master(http: aiohttp.ClientSession, base: str) -> MasterState:
+async def look_at_master(http: Session, base: str) -> MasterState:
     """Ask the master at ``base`` (``http://host:port``) whether it serves, and for its gauges."""
     health = await fetch(http, f"{base}/health", MASTER_SECONDS)
     metrics = health if isinstance(health, Unanswered) else await fetch(http, f"{base}/metrics", MASTER_SECONDS)

@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import aiohttp
 from kubernetes.aio import client as k8s
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import KVCachePool, KVCachePoolStatus
 from moontide.engines.client import Unanswered, fan_out, fetch
+from moontide.engines.wire import Session
 from moontide.kube.client import Resource
 from moontide.reconcile.context import Context
 from moontide.resources.masters import Election
@@ -134,7 +134,7 @@ def _lives(pod: k8s.V1Pod) -> bool:
     return phase not in ("Succeeded", "Failed") and pod.metadata is not None and pod.metadata.deletion_timestamp is None
 
 
-async def _ask(http: aiohttp.ClientSession, pod: k8s.V1Pod) -> Master:
+async def _ask(http: Session, pod: k8s.V1Pod) -> Master:
     metadata = pod.metadata
     if metadata is None or not metadata.name or not metadata.uid:
         raise ValueError("a pod without a name or uid was never stored by an API server")

@@ -6,13 +6,13 @@ import asyncio
 import json
 from dataclasses import dataclass
 
-import aiohttp
 from kubernetes.aio import client as k8s
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import KVCachePool
 from moontide.api.v1alpha1.kvcachepool import StoreNodesStatus
 from moontide.engines.client import Unanswered, fetch
+from moontide.engines.wire import Session
 from moontide.errors import InvalidSpec
 from moontide.kube.client import Resource
 from moontide.planning import storenodes as planning
@@ -126,7 +126,7 @@ async def look(ctx: Context, pool: Resource[KVCachePool]) -> Nodes | None:
     )
 
 
-async def _ask(http: aiohttp.ClientSession, pod: k8s.V1Pod) -> Leaving:
+async def _ask(http: Session, pod: k8s.V1Pod) -> Leaving:
     """How far a node is that goes."""
     name = str(pod.metadata.name if pod.metadata is not None else "")
     address = pod.status.pod_ip if pod.status is not None else None

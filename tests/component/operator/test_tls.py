@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import pytest
 import uvicorn
 
 from moontide.engines import tls as trust
 from moontide.engines.client import Unanswered, engine_status, fan_out, new_http_client, send, wipe, wiper_refusal
+from moontide.engines.wire import Session
 from moontide.planning.model import Command, EngineStatus, Fleet, Replica, Step, Wipe
 from moontide_engine import tls
 from moontide_engine.wiper import Config, Wiper, make_server
@@ -49,10 +49,10 @@ class Peer:
     def url(self) -> str:
         return f"https://127.0.0.1:{self.port}"
 
-    async def ask(self, http: aiohttp.ClientSession, name: str = NAME) -> EngineStatus | Unanswered:
+    async def ask(self, http: Session, name: str = NAME) -> EngineStatus | Unanswered:
         return await engine_status(http, self.url, TOKEN, 60.0, name)
 
-    async def why(self, http: aiohttp.ClientSession, name: str = NAME) -> str:
+    async def why(self, http: Session, name: str = NAME) -> str:
         """Why it is not trusted."""
         answer = await self.ask(http, name)
         assert isinstance(answer, Unanswered), answer

@@ -1,0 +1,267 @@
+"""The HTTP client of admin planes, and peers of every kind: what an answer is, and which connection is used again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from moontide.engines import wire
+from moontide.engines.tls import Trust
+from moontide.engines.wire import Disconnected, Malformed, Session
+from tests.component.engine.enginekit import PATIENCE
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Peer:
+    """Answers the requests of a connection with ``answers`` in turn, the last one again and again."""
+
+    def __init__(self, *answers: bytes, close: bool = False) -> None:
+        self.answers, self.close = answers, close
+        self.seen: list[bytes] = []
+        self.connections = 0
+        self.open = 0
+        self.asked = asyncio.Event()
+        self.gone = asyncio.Event()
+        """Set while no connection is open, once there was one."""
+        self.before: Callable[[], Awaitable[object]] | None = None
+        self.url = ""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.open += 1
+        self.gone.clear()
+        answers = list(self.answers)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                _, mark, length = head.lower().partition(b"content-length:")
+                body = await reader.readexactly(int(length.split(b"\r\n")[0])) if mark else b""
+                self.seen.append(head + body)
+                self.asked.set()
+                if self.before is not None:
+                    await self.before()
+                last = len(answers) == 1
+                writer.write(answers[0] if last else answers.pop(0))
+                await writer.drain()
+                if self.close and last:
+                    break
+        writer.close()
+        self.open -= 1
+        if not self.open:
+            self.gone.set()
+
+    @contextlib.asynccontextmanager
+    async def running(self, host: str = "127.0.0.1") -> AsyncIterator[Peer]:
+        server = await asyncio.start_server(self._serve, host, 0)
+        port = server.sockets[0].getsockname()[1]
+        self.url = f"http://[{host}]:{port}/x" if ":" in host else f"http://{host}:{port}/x"
+        try:
+            yield self
+        finally:
+            server.close()
+
+
+def session() -> Session:
+    return Session(Trust())
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "body"),
+    [
+        (OK, 200, b"ok"),
+        (b"HTTP/1.1 204 No\r\n\r\n", 204, b""),
+        (b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n", 500, b""),
+        (b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n", 200, b"abc"),
+        (b"HTTP/1.1 100 Go\r\n\r\n" + OK, 200, b"ok"),
+        (b"HTTP/1.1 302 X\r\nlocation: /y\r\ncontent-length: 0\r\n\r\n", 302, b""),
+    ],
+)
+async def test_what_an_answer_is(raw: bytes, code: int, body: bytes) -> None:
+    async with Peer(raw).running() as peer, session() as http:
+        for _ in range(3):
+            assert await http.ask("GET", peer.url, {}) == (code, body)
+        assert (peer.connections, len(peer.seen)) == (1, 3)
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_an_answer_may_end_with_its_connection(version: bytes) -> None:
+    raw = b"HTTP/%b 200 X\r\nconnection: close\r\n\r\nall of it" % version
+    async with Peer(raw, close=True).running() as peer, session() as http:
+        for _ in range(2):
+            assert await http.ask("GET", peer.url, {}) == (200, b"all of it")
+        assert peer.connections == 2
+
+
+async def test_an_answer_in_small_pieces() -> None:
+    async with Peer(b"").running() as peer, session() as http:
+
+        async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            for number in range(len(OK)):
+                writer.write(OK[number : number + 1])
+                await writer.drain()
+                await asyncio.sleep(0)
+            writer.close()
+
+        server = await asyncio.start_server(slowly, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        assert await http.ask("GET", f"http://127.0.0.1:{port}/", {}) == (200, b"ok")
+        server.close()
+        assert peer.connections == 0
+
+
+@pytest.mark.parametrize(
+    ("raw", "error"),
+    [
+        (b"SSH-2.0-OpenSSH_9\r\n", Malformed),
+        (b"HTTP/1.1 200 X\r\ncontent-length: many\r\n\r\n", Malformed),
+        (b"HTTP/1.1 101 X\r\nupgrade: other\r\nconnection: upgrade\r\n\r\n", Malformed),
+        (b"HTTP/1.1 200 X\r\ncontent-length: 9\r\n\r\nshort", Disconnected),
+        (b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n9\r\nshort", Disconnected),
+        (b"HTTP/1.1 200 X\r\ncontent-le", Disconnected),
+        (b"", Disconnected),
+    ],
+)
+async def test_what_no_answer_is(raw: bytes, error: type[Exception]) -> None:
+    """And nothing of it is asked again: the connection was new."""
+    async with Peer(raw, close=True).running() as peer, session() as http:
+        with pytest.raises(error):
+            await http.ask("GET", peer.url, {})
+        assert len(peer.seen) == 1
+
+
+async def test_an_answer_without_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "ANSWER_BYTES", 10_000)
+    endless = b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n" + b"400\r\n" + b"x" * 1024 + b"\r\n"
+    for raw in (endless + endless.partition(b"\r\n\r\n")[2] * 20, b"HTTP/1.1 200 X\r\n" + b"a: b\r\n" * 4000):
+        async with Peer(raw).running() as peer, session() as http:
+            with pytest.raises(Malformed, match="more than 10000 bytes"):
+                await http.ask("GET", peer.url, {})
+            await asyncio.wait_for(peer.gone.wait(), PATIENCE)
+
+
+async def test_a_connection_serves_one_request_at_a_time_and_the_next_one_after_it() -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        met = asyncio.Barrier(8)
+        peer.before = met.wait
+        await asyncio.gather(*(http.ask("POST", peer.url, {}, b"{}") for _ in range(8)))
+        assert peer.connections == 8
+        await asyncio.gather(*(http.ask("POST", peer.url, {}, b"{}") for _ in range(8)))
+        assert peer.connections == 8
+
+
+async def test_an_answer_that_came_too_late_is_nobodys() -> None:
+    """The connection of a call that was given up is closed: the next call must not hear what was meant for it."""
+    async with Peer(OK).running() as peer, session() as http:
+        answered = asyncio.Event()
+        peer.before = answered.wait
+        late = asyncio.create_task(http.ask("GET", peer.url, {}))
+        await asyncio.wait_for(peer.asked.wait(), PATIENCE)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        answered.set()
+        assert await http.ask("GET", peer.url, {}) == (200, b"ok")
+        assert peer.connections == 2
+
+
+async def test_what_comes_behind_an_answer_is_nobodys() -> None:
+    other = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad"
+    for behind in (other, b"junk", other + other):
+        async with Peer(OK + behind).running() as peer, session() as http:
+            for number in range(1, 4):
+                assert await http.ask("GET", peer.url, {}) == (200, b"ok")
+                assert peer.connections == number
+
+
+async def test_a_connection_that_is_not_to_be_kept_is_not() -> None:
+    raw = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
+    async with Peer(raw).running() as peer, session() as http:
+        for number in (1, 2):
+            assert await http.ask("GET", peer.url, {}) == (200, b"ok")
+            assert peer.connections == number
+            await asyncio.wait_for(peer.gone.wait(), PATIENCE)
+
+
+async def test_what_a_kept_connection_did_not_take_is_sent_once_more() -> None:
+    async with Peer(OK, b"", close=True).running() as peer, session() as http:
+        assert await http.ask("POST", peer.url, {}, b"1") == (200, b"ok")
+        assert await http.ask("POST", peer.url, {}, b"2") == (200, b"ok")
+        assert [each[-1:] for each in peer.seen] == [b"1", b"2", b"2"]
+
+
+async def test_half_an_answer_on_a_kept_connection_is_not_asked_for_again() -> None:
+    async with Peer(OK, OK[:-1], close=True).running() as peer, session() as http:
+        assert await http.ask("POST", peer.url, {}, b"1") == (200, b"ok")
+        with pytest.raises(Disconnected):
+            await http.ask("POST", peer.url, {}, b"2")
+        assert len(peer.seen) == 2
+
+
+async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "KEEPALIVE_SECONDS", 0.05)
+    async with Peer(OK).running() as peer, session() as http:
+        await asyncio.gather(*(http.ask("GET", peer.url, {}) for _ in range(3)))
+        await asyncio.wait_for(peer.gone.wait(), PATIENCE)
+        before = peer.connections
+        assert await http.ask("GET", peer.url, {}) == (200, b"ok")
+        assert peer.connections == before + 1
+
+
+async def test_closing_leaves_nothing_open() -> None:
+    async with Peer(OK).running() as peer:
+        http = session()
+        await asyncio.gather(*(http.ask("GET", peer.url, {}) for _ in range(3)))
+        await http.close()
+        await asyncio.wait_for(peer.gone.wait(), PATIENCE)
+        await session().close()
+
+
+async def test_what_a_request_is() -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        await http.ask("POST", f"{peer.url}/y?z=%20ä", {"authorization": "Bearer t", "a": "b"}, b'{"c": 1}')
+        await http.ask("GET", peer.url, {})
+    first, second = peer.seen
+    host = peer.url.removeprefix("http://").removesuffix("/x").encode()
+    assert first.split(b"\r\n") == [
+        b"POST /x/y?z=%20%C3%A4 HTTP/1.1",
+        b"host: " + host,
+        b"accept: */*",
+        b"authorization: Bearer t",
+        b"a: b",
+        b"content-length: 8",
+        b"",
+        b'{"c": 1}',
+    ]
+    assert second.split(b"\r\n") == [b"GET /x HTTP/1.1", b"host: " + host, b"accept: */*", b"", b""]
+
+
+async def test_an_address_of_ipv6_and_a_name() -> None:
+    async with session() as http:
+        async with Peer(OK).running() as peer:
+            assert await http.ask("GET", peer.url.replace("127.0.0.1", "localhost"), {}) == (200, b"ok")
+        try:
+            async with Peer(OK).running("::1") as peer:
+                assert await http.ask("GET", peer.url, {}) == (200, b"ok")
+                assert b"host: [::1]:" in peer.seen[0]
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+
+
+@pytest.mark.parametrize("value", ["t\r\nx-more: 1", "t\n", "\rt", "t\0"])
+async def test_a_token_cannot_be_a_second_header(value: str) -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        with pytest.raises(ValueError, match="a line break or a NUL"):
+            await http.ask("GET", peer.url, {"authorization": f"Bearer {value}"})
+        assert peer.connections == 0
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1/x", "127.0.0.1:80/x", "http:///x", "http://127.0.0.1:99999/x", ""])
+async def test_what_is_no_url_is_said(url: str) -> None:
+    async with session() as http:
+        with pytest.raises(ValueError, match=r"URL|[Pp]ort"):
+            await http.ask("GET", url, {})
