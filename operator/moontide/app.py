@@ -140,6 +140,7 @@ async def lead(config: Config, metrics: Metrics, health: Health, stop: asyncio.E
         async def run_one(key: Key) -> float:
             if key.kind != POLICY.kind:
                 await watched.begun.wait()
+                await context.quiet.wait()
                 return await reconcile(looking, key)
             # What engines serve depends on a policy's reconcile: it reads from the API server itself, and never waits.
             rest = await glance.at(looking, key.namespace, key.name) if watched.begun.is_set() else None

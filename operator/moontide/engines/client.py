@@ -8,14 +8,13 @@ page of HTML and a 200 without the field are failures.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from moontide.engines import tls
 from moontide.engines.wire import Session
@@ -24,7 +23,7 @@ from moontide.planning.model import Action, Collect, Command, EngineStatus, Flee
 T = TypeVar("T")
 R = TypeVar("R")
 
-CALLS_AT_ONCE = 512
+CALLS_AT_ONCE = 2048
 """A limit for the machine's sake: replicas that answer wait for none that does not."""
 STATUS_SECONDS = 3.0
 """A healthy engine answers its status in milliseconds; one that needs longer is not reset, whatever it says later."""
@@ -82,8 +81,8 @@ async def _json(
     if not text:
         return Unanswered("EmptyBody", f"{url} answered {status} with an empty body")
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
+        parsed = from_json(text)
+    except ValueError:
         return Unanswered("NotJson", f"{url} answered {status}: {text[:200].decode(errors='replace')}")
     if not isinstance(parsed, dict):
         return Unanswered("NotJson", f"{url} answered {status} with a {type(parsed).__name__}")

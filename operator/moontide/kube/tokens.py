@@ -16,6 +16,8 @@ from moontide.kube.client import Kube
 
 ROOT_KEY_SECRET = "moontide-root-key"
 ROOT_KEY_FIELD = "key"
+REMEMBERED_TOKENS = 4096
+"""A fleet's token is asked for with each command to each of its replicas."""
 _BYTES = 32
 
 
@@ -26,13 +28,19 @@ class Tokens:
         if len(root_key) < _BYTES:
             raise ValueError(f"the root key must have at least {_BYTES} bytes")
         self._root_key = root_key
+        self._derived: dict[str, str] = {}
 
     def derive(self, uid: str, rotation: str = "") -> str:
         """The token of the resource with this uid, in one of its rotations: hex HMAC-SHA256."""
         if not uid:
             raise ValueError("a token is derived from the uid of a resource, and this one is empty")
         text = f"{uid}/{rotation}" if rotation else uid
-        return hmac.new(self._root_key, text.encode(), hashlib.sha256).hexdigest()
+        found = self._derived.get(text)
+        if found is None:
+            if len(self._derived) >= REMEMBERED_TOKENS:
+                self._derived.clear()
+            found = self._derived[text] = hmac.new(self._root_key, text.encode(), hashlib.sha256).hexdigest()
+        return found
 
     def each(self, uid: str, rotations: Iterable[str]) -> tuple[str, ...]:
         """The tokens of several rotations, in their order."""

@@ -14,6 +14,7 @@ from moontide.kube.client import Kube
 from moontide.kube.tokens import Tokens
 from moontide.metrics import Metrics
 from moontide.planning.model import EngineStatus, Replica
+from moontide.reconcile.quiet import Quiet
 
 GONE_SECONDS = 3600.0
 """What a reconcile returns for a resource that no longer exists."""
@@ -44,6 +45,9 @@ class Context:
     """By a fleet's uid and who looks: the pods of the last look, by uid, with their resource version."""
     late: dict[str, dict[str, asyncio.Task[EngineStatus | Unanswered]]] = field(default_factory=dict)
     """By a fleet's uid and a pod's: questions that looks do not wait for any longer."""
+    pace: dict[str, float] = field(default_factory=dict)
+    """By a pod's uid: the seconds of its last command."""
+    quiet: Quiet = field(default_factory=Quiet)
 
     def __copy__(self) -> Context:
         # kopf copies its memo for every handler; connections and caches must stay one.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import logging
+import math
 import time
 from typing import Literal
 
@@ -41,6 +43,7 @@ LINES_AT_ONCE = 32
 """Log lines that are written in one go while engines are waited for."""
 PATIENCE_SECONDS = 1.0
 """How long the replicas that are done with a step wait for the answers of those that are not."""
+REMEMBERED_REPLICAS = 16384
 UNMANAGED_EPOCH = 0
 
 
@@ -71,6 +74,8 @@ async def _turn(ctx: Context, this: Round) -> float | None:
     meta, before = policy.meta, this.status
     observed = Observed(fleets, ctx.now(), meta.uid)
     plan = protocol.plan(policy.model.spec, meta.generation, before, observed)
+    # Before the write, which wakes others.
+    this.acts(any(isinstance(action, Command) for action in plan.actions))
     await this.write(plan.status)
     this.tell(lambda: _tell(ctx, policy, plan))
     if all(isinstance(action, Collect) for action in plan.actions):
@@ -91,23 +96,37 @@ async def _tell(ctx: Context, policy: Resource[PolicyVersion], plan: Plan) -> No
         await ctx.kube.event(policy, note.reason, note.message, "Warning" if note.warning else "Normal")
 
 
-async def _act(ctx: Context, this: Round, actions: list[Action]) -> tuple[list[Result], dict[int, str]]:
-    """Carry the actions out side by side: one result each, in order, and when each began, by the action's id."""
+async def _act(ctx: Context, this: Round, actions: list[Action]) -> tuple[list[Result], dict[int, dt.datetime]]:
+    """Carry the actions out side by side: one result each, and when each began, by the action's id.
+
+    Whoever took longest at its last command is told first: the others' calls take less than its answer then.
+    """
     limit = asyncio.Semaphore(CALLS_AT_ONCE)
-    began: dict[int, str] = {}
+    began: dict[int, dt.datetime] = {}
+    if len(ctx.pace) > REMEMBERED_REPLICAS:
+        # Those that were deleted are among them.
+        ctx.pace.clear()
+    actions = sorted(actions, key=lambda action: -_pace(ctx, action))
 
     async def one(action: Action) -> Result:
         async with limit:
-            began[id(action)] = timestamp(ctx.now())
+            began[id(action)] = ctx.now()
             if isinstance(action, Command) and action.step is Step.ADMIT and not action.replica.may_have_served:
                 this.forget()
             result = await perform(ctx, action)
             this.hear(result)
+            if isinstance(action, Command):
+                ctx.pace[action.replica.pod_uid] = result.seconds
             return result
 
     results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS)
     ctx.metrics.acted(results)
     return results, began
+
+
+def _pace(ctx: Context, action: Action) -> float:
+    """The seconds of the replica's last command; what is no command takes longest."""
+    return ctx.pace.get(action.replica.pod_uid, 0.0) if isinstance(action, Command) else math.inf
 
 
 async def _report(
@@ -116,7 +135,7 @@ async def _report(
     followers: list[Resource[InferenceDeployment]],
     status: PolicyVersionStatus,
     results: list[Result],
-    began: dict[int, str],
+    began: dict[int, dt.datetime],
 ) -> None:
     """Log what came of each action, and leave Events. A failure that goes on is told once."""
     epoch = status.epoch
@@ -130,6 +149,8 @@ async def _report(
         if fleet in elsewhere:
             await ctx.kube.event(elsewhere[fleet], reason, message, type)
 
+    # A thousand lines take as long as hundreds of calls.
+    await ctx.quiet.wait()
     for number, result in enumerate(results):
         if number % LINES_AT_ONCE == 0:
             await asyncio.sleep(0)
@@ -150,7 +171,7 @@ async def _report(
                 replica=replica,
                 step=step.value,
                 # `kubectl moontide timeline` draws these: status is written during the pause, and has no room for them.
-                began=began.get(id(action)),
+                began=timestamp(began[id(action)]) if id(action) in began else None,
                 seconds=round(result.seconds, 4),
             ),
         )

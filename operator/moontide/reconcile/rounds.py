@@ -23,6 +23,11 @@ from moontide.reconcile.fleets import Roster, ask, roster
 RECENT_SECONDS = 1.0
 """How old pods, fleets and the policy's spec may be, as a turn sees them. Engines refuse what is meant for another
 process, and one that nobody has listed yet was never admitted."""
+READ_SHARE = 0.2
+"""Of a run's time, at most, goes into reading them: a list of thousands of pods takes a second, and a pause that waits
+for one is longer by it."""
+LONGEST_SECONDS = 10.0
+"""However long they took to read, they are read anew after this."""
 HEARD_SECONDS = 2.0
 """The same for what an engine said with its answer: longer than others are waited for."""
 ROSTERS_AT_ONCE = 16
@@ -41,7 +46,8 @@ class Round:
         self._name = name
         self._policy: Resource[PolicyVersion] | None = None
         self._rosters: list[Roster] = []
-        self._read_at = -RECENT_SECONDS
+        self._good_until = 0.0
+        self._telling_engines = False
         self._heard: dict[str, tuple[float, EngineStatus]] = {}
         self._written = PolicyVersionStatus()
         self._gone = False
@@ -55,7 +61,7 @@ class Round:
 
     async def look(self) -> tuple[Resource[PolicyVersion], tuple[Fleet, ...]]:
         """The policy's spec, and its fleets with what their engines say. Raises :class:`Gone`."""
-        if time.monotonic() - self._read_at > RECENT_SECONDS:
+        if time.monotonic() > self._good_until:
             await self._read()
         assert self._policy is not None
         since = time.monotonic() - HEARD_SECONDS
@@ -66,7 +72,7 @@ class Round:
 
     async def _read(self) -> None:
         await self.flush()
-        self._read_at = time.monotonic()
+        began = time.monotonic()
         policy = await self._ctx.kube.get_policy(self._namespace, self._name)
         if policy is None or policy.meta.deletion_timestamp is not None:
             raise Gone
@@ -76,6 +82,8 @@ class Round:
         self._rosters = await fan_out(
             self.followers, lambda each: roster(self._ctx, each, self._namespace), ROSTERS_AT_ONCE
         )
+        share = (time.monotonic() - began) / READ_SHARE
+        self._good_until = began + min(max(RECENT_SECONDS, share), LONGEST_SECONDS)
 
     def hear(self, result: Result) -> None:
         """What an engine said of itself as it answered a command: a look that comes soon need not ask it."""
@@ -90,7 +98,16 @@ class Round:
 
     def forget(self) -> None:
         """What the API server said is over: marks were written that decide what silence means."""
-        self._read_at = -RECENT_SECONDS
+        self._good_until = 0.0
+
+    def acts(self, commands: bool) -> None:
+        """Whether engines are told something from now on: see :mod:`moontide.reconcile.quiet`."""
+        if commands != self._telling_engines:
+            self._telling_engines = commands
+            if commands:
+                self._ctx.quiet.begin()
+            else:
+                self._ctx.quiet.end()
 
     # Writing and telling ------------------------------------------------------------------------------------------
 
@@ -143,6 +160,7 @@ class Round:
 
     async def end(self) -> None:
         """Wait until all is written and said. Raises as :meth:`write` does."""
+        self.acts(False)
         try:
             if self._telling is not None:
                 await self._telling
@@ -151,6 +169,7 @@ class Round:
 
     def drop(self) -> None:
         """Leave the rest unwritten and unsaid."""
+        self.acts(False)
         for task in (self._writing, self._telling):
             if task is not None:
                 task.cancel()

@@ -30,8 +30,8 @@ from moontide.planning.model import (
 
 KV = tuple[str, int]
 """The salt in its key, and the epoch in which it was computed."""
-RECENT_SECONDS, HEARD_SECONDS = 1.0, 2.0
-"""As :mod:`moontide.reconcile.rounds` has them."""
+RECENT_SECONDS, HEARD_SECONDS = 10.0, 2.0
+"""As :mod:`moontide.reconcile.rounds` has them, where reading takes as long as it may."""
 START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
 
