@@ -137,16 +137,7 @@ async def lead(config: Config, metrics: Metrics, health: Health, stop: asyncio.E
         watched = WatchedKube(many, sight, config.resync_seconds * REPAIR_RESYNCS)
         looking = replace(context, kube=watched)
 
-        async def run_one(key: Key) -> float:
-            if key.kind != POLICY.kind:
-                await watched.begun.wait()
-                await context.quiet.wait()
-                return await reconcile(looking, key)
-            # What engines serve depends on a policy's reconcile: it reads from the API server itself, and never waits.
-            rest = await glance.at(looking, key.namespace, key.name) if watched.begun.is_set() else None
-            return await reconcile(context, key) if rest is None else rest
-
-        loops = Loops(run_one, resync=config.resync_seconds)
+        loops = Loops(lambda key: run_one(context, looking, watched.begun, key), resync=config.resync_seconds)
         metrics.loops.set_function(lambda: len(loops))
         metrics.woken.set_function(loops.queue_age)
         metrics.running.set_function(loops.running_age)
@@ -157,6 +148,17 @@ async def lead(config: Config, metrics: Metrics, health: Health, stop: asyncio.E
         finally:
             stop.set()
             await handing
+
+
+async def run_one(context: Context, looking: Context, begun: asyncio.Event, key: Key) -> float:
+    """One run of a loop. ``looking`` reads what the watches brought, from the moment ``begun`` is set."""
+    if key.kind != POLICY.kind:
+        await begun.wait()
+        await context.quiet.wait()
+        return await reconcile(looking, key)
+    # What engines serve depends on a policy's reconcile: it reads from the API server itself, and never waits.
+    rest = await glance.at(looking, key.namespace, key.name) if begun.is_set() else None
+    return await reconcile(context, key) if rest is None else rest
 
 
 async def hand_over(stop: asyncio.Event, loops: Loops, leader: Leader) -> None:

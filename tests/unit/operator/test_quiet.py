@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from moontide import app
 from moontide.errors import Retry
+from moontide.handlers.loops import Key
 from moontide.reconcile import quiet, rounds
 from moontide.reconcile.quiet import Quiet
 from tests.unit.operator.test_rounds import BARRIER, World
@@ -43,6 +45,25 @@ async def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Quiet()
     made.begin()
     await made.wait()
+
+
+async def test_fleets_and_pools_wait_and_policies_do_not(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    async def counted(_: object, key: Key) -> float:
+        ran.append(key.kind)
+        return 0.0
+
+    monkeypatch.setattr(app, "reconcile", counted)
+    begun, kinds = asyncio.Event(), ("InferenceDeployment", "KVCachePool", "PolicyVersion")
+    world.ctx.quiet.begin()
+    running = [asyncio.ensure_future(app.run_one(world.ctx, world.ctx, begun, Key(kind, "rl", "x"))) for kind in kinds]
+    begun.set()
+    await running[-1]
+    assert ran == ["PolicyVersion"]
+    world.ctx.quiet.end()
+    await asyncio.gather(*running)
+    assert sorted(ran) == sorted(kinds)
 
 
 class Watch:
