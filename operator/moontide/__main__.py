@@ -5,9 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import sys
 
 from moontide import app, config, jsonlog
+
+OPEN_FILES = 65536
+"""A connection is one, and there is one to each replica in a change. Containers often begin with 1,024, and may have
+more."""
+
+
+def raise_open_files() -> None:
+    """Let this process have :data:`OPEN_FILES`, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def main() -> int:
@@ -21,6 +34,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     jsonlog.configure(loaded.log_level)
+    raise_open_files()
     # What was imported stays. A change of thousands of replicas makes objects by the hundred thousand that are gone a
     # moment later: with Python's own thresholds a quarter of its time goes into looking for cycles among them.
     gc.freeze()

@@ -8,8 +8,9 @@ page of HTML and a 200 without the field are failures.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from pydantic_core import from_json, to_json
 
 from moontide.engines import tls
 from moontide.engines.wire import Session
+from moontide.errors import Retry
 from moontide.planning.model import Action, Collect, Command, EngineStatus, Fleet, Result, Step, Wipe
 
 T = TypeVar("T")
@@ -31,6 +33,10 @@ _BOUNDED = frozenset({Step.QUIESCE, Step.DRAIN, Step.RESET, Step.RESUME, Step.FE
 """Steps that take their bound; an admission takes one where it does more than to note something."""
 Token = str | tuple[str, ...]
 """A bearer token, or several of which the peer may know only one: the next is tried where one is refused."""
+OWN_FAULT = "TooManyFiles"
+"""Why there was no answer: nobody was asked. It says nothing of the peer."""
+OWN_FAULT_SECONDS = 5.0
+"""Until it is tried again."""
 MARGIN_SECONDS = 2.0
 """How much longer than the engine's own bound the client waits, so that the engine's reason arrives."""
 
@@ -74,6 +80,8 @@ async def _json(
     except TimeoutError:
         return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return Unanswered(OWN_FAULT, f"the operator may open no more files, so {url} was not asked")
         distrusted = tls.refusal(error, url, server_name)
         if distrusted is not None:
             return Unanswered(tls.REASON, distrusted)
@@ -126,6 +134,15 @@ def status_of(address: str, code: int, body: dict[str, Any]) -> EngineStatus | U
         return EngineStatus.model_validate(body)
     except ValidationError as error:
         return Unanswered("NotAStatus", f"{address}: {error.error_count()} fields are missing or wrong: {error}"[:500])
+
+
+def refuse_own_fault(answers: Iterable[EngineStatus | Unanswered]) -> None:
+    """Raises :class:`moontide.errors.Retry` where somebody was not asked: an engine must not count as silent then."""
+    for answer in answers:
+        if isinstance(answer, Unanswered) and answer.reason == OWN_FAULT:
+            raise Retry(
+                OWN_FAULT_SECONDS, f"{answer.message}: give the operator's containers a higher limit of open files"
+            )
 
 
 async def wiper_refusal(

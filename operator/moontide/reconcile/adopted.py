@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from moontide import naming
 from moontide.api.v1alpha1 import Endpoints, InferenceDeployment, InferenceDeploymentStatus
 from moontide.engines import tls
-from moontide.engines.client import STATUS_SECONDS, Unanswered, engine_status, fan_out, send
+from moontide.engines.client import STATUS_SECONDS, Unanswered, engine_status, fan_out, refuse_own_fault, send
 from moontide.kube.client import Resource
 from moontide.planning import protocol
 from moontide.planning.model import Command, EngineStatus, Replica, Step
@@ -72,6 +72,7 @@ async def look(ctx: Context, deployment: Resource[InferenceDeployment], home: st
         return await engine_status(ctx.http, address_of(url), token, seconds)
 
     answers: list[Answer] = await fan_out(urls, ask)
+    refuse_own_fault(answers)
     return judge(deployment, dict(zip(urls, answers, strict=True)), home)
 
 

@@ -11,7 +11,7 @@ from kubernetes.aio import client as k8s
 
 from moontide import labels, naming
 from moontide.api.v1alpha1 import InferenceDeployment
-from moontide.engines.client import Unanswered, engine_status, settled
+from moontide.engines.client import Unanswered, engine_status, refuse_own_fault, settled
 from moontide.kube.client import Meta, Resource
 from moontide.planning.model import EngineStatus, Fleet, Replica
 from moontide.reconcile import adopted, tokens, wipers
@@ -196,6 +196,7 @@ async def ask(ctx: Context, listed: Roster, home: str, known: Mapping[str, Engin
         else:
             heard[replica.pod_uid] = _late(replica)
             ctx.late.setdefault(uid, {})[replica.pod_uid] = question
+    refuse_own_fault(heard.values())
     replicas = (_with(replica, heard[replica.pod_uid]) for replica in listed.fleet.replicas)
     return replace(listed.fleet, replicas=(*replicas, *listed.lingering))
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import resource
 import selectors
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -17,7 +19,17 @@ from typing import Any
 
 import pytest
 
-from moontide.engines.client import Unanswered, collect, engine_status, fan_out, impatient, new_http_client, send, wipe
+from moontide.engines.client import (
+    Unanswered,
+    collect,
+    engine_status,
+    fan_out,
+    impatient,
+    new_http_client,
+    refuse_own_fault,
+    send,
+    wipe,
+)
 from moontide.errors import Retry
 from moontide.planning.model import Collect, Command, EngineStatus, Fleet, Replica, Result, Step, Wipe
 
@@ -361,3 +373,23 @@ async def test_a_fan_out_raises_the_failure_itself_after_all_have_ended() -> Non
     assert ended == [1, 2, 3]
     # No cancellation is left behind for what is awaited next.
     await asyncio.sleep(0)
+
+
+async def test_an_operator_that_may_open_no_more_files_blames_no_engine() -> None:
+    peer = FaultyPeer(lambda path, body: (200, json.dumps(STATUS).encode()))
+    async with peer.running(), new_http_client() as http:
+        answers = [await engine_status(http, peer.address, "t")]
+        refuse_own_fault(answers)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken = os.open("/dev/null", os.O_RDONLY)
+        os.close(taken)
+        # The lowest number that is free is over the limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken, hard))
+        try:
+            answers.append(await engine_status(http, peer.address, "t"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert isinstance(answers[1], Unanswered)
+    assert answers[1].reason == "TooManyFiles"
+    with pytest.raises(Retry, match="a higher limit of open files"):
+        refuse_own_fault(answers)

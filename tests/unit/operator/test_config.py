@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +87,18 @@ def test_log_lines_carry_the_fields_and_nothing_else() -> None:
         "replica": "a-0",
         "step": "reset",
     }
+
+
+@pytest.mark.parametrize(("soft", "hard", "wanted"), [(256, 4096, 4096), (256, 256, 256), (1024, 10**6, 65536)])
+def test_the_operator_may_open_a_file_for_each_replica(soft: int, hard: int, wanted: int) -> None:
+    """Containers begin with 1,024 where their runtime sets none."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most != resource.RLIM_INFINITY and hard > most:
+        hard, wanted = most, min(wanted, most)
+    code = (
+        f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard}));"
+        "from moontide.__main__ import raise_open_files as raised; raised();"
+        "print(*r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(wanted), str(hard)]

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from moontide.engines.client import OWN_FAULT, Unanswered
 from moontide.errors import Retry
 from moontide.reconcile import fleets, policyversion
 from tests.unit.operator.doubles import Cluster
@@ -211,3 +212,19 @@ async def test_a_hung_replica_holds_one_look_for_a_moment_and_later_ones_not_at_
         await world.run()
     assert world.states == [("open", 2)] * 2
     assert world.ctx.late == {}
+
+
+async def test_an_engine_that_was_not_asked_is_not_taken_for_silent(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def not_asked(*_: object, **__: object) -> Unanswered:
+        return Unanswered(OWN_FAULT, "the operator may open no more files")
+
+    monkeypatch.setattr(fleets, "engine_status", not_asked)
+    world.bump()
+    with pytest.raises(Retry, match="no more files"):
+        await world.run()
+    monkeypatch.undo()
+    assert world.states == [("open", 1)] * 2
+    await world.run()
+    assert world.states == [("open", 2)] * 2
