@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
+from typing import Any
 
 import httptools
+from aiohappyeyeballs import start_connection
 from yarl import URL
 
 from moontide.engines import tls
@@ -277,18 +280,22 @@ class Session:
         await self._none.wait()
 
     async def _connect(self, place: _Place, context: ssl.SSLContext | None, server_name: str) -> _Connection:
-        connecting = asyncio.get_running_loop().create_connection(
-            lambda: _Connection(self._opened, self._closed),
-            place.host,
-            place.port,
-            ssl=context,
-            server_hostname=(server_name or place.host) if context is not None else None,
-            happy_eyeballs_delay=SECOND_ADDRESS_SECONDS if place.named else None,
-        )
         if context is None:
-            return (await connecting)[1]
+            return await self._open(place, None, None)
         async with self._turns.one():
-            return (await connecting)[1]
+            return await self._open(place, context, server_name or place.host)
+
+    async def _open(self, place: _Place, context: ssl.SSLContext | None, server_name: str | None) -> _Connection:
+        loop = asyncio.get_running_loop()
+        where: dict[str, Any] = {"host": place.host, "port": place.port}
+        if place.named:
+            # asyncio's own way to try several addresses loses a socket where it is cancelled.
+            found = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+            where = {"sock": await start_connection(found, happy_eyeballs_delay=SECOND_ADDRESS_SECONDS)}
+        _, made = await loop.create_connection(
+            lambda: _Connection(self._opened, self._closed), ssl=context, server_hostname=server_name, **where
+        )
+        return made
 
     def _opened(self, connection: _Connection) -> None:
         self._living.add(connection)
