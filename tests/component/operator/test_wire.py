@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -167,6 +169,32 @@ async def test_an_answer_that_came_too_late_is_nobodys() -> None:
         answered.set()
         assert await http.ask("GET", peer.url, {}) == (200, b"ok")
         assert peer.connections == 2
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "peer.rl.svc"])
+async def test_a_call_may_be_given_up_at_any_moment(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No socket is left open by it: a warning would fail this test."""
+    loop = asyncio.get_running_loop()
+
+    async def resolved(_: str, port: int, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{last}", port)) for last in (1, 2)]
+
+    monkeypatch.setattr(loop, "getaddrinfo", resolved)
+    async with Peer(OK).running() as peer:
+        url = peer.url.replace("127.0.0.1", host)
+        done = 0
+        for moments in range(60):
+            async with session() as http:
+                asking = asyncio.create_task(http.ask("GET", url, {}))
+                for _ in range(moments):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                done += await asyncio.gather(asking, return_exceptions=True) == [(200, b"ok")]
+        async with session() as http:
+            assert await http.ask("GET", url, {}) == (200, b"ok")
+        # Some were given up before they were sent, and some after it.
+        assert (done < 60, len(peer.seen) > 1) == (True, True)
+    gc.collect()
 
 
 async def test_what_comes_behind_an_answer_is_nobodys() -> None:
