@@ -54,8 +54,8 @@ class FakeEngine:
         self.paused_at = self.opened_at = None
         self.paused = 0.0
         """Seconds for which it held requests."""
-        self.own = 0.0
-        """Seconds that its own calls took, without anybody's waiting between them."""
+        self.own: dict[str, float] = {}
+        """By step: seconds that its own calls took, without anybody's waiting between them."""
         self.calls: dict[str, int] = {}
 
     def delay(self) -> float:
@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
     def _answer(self, step: str, body: dict[str, Any], began: float, seconds: float) -> None:
         engine = self._engine
         if step in STEPS:
-            engine.own += seconds
+            engine.own[step] = engine.own.get(step, 0.0) + seconds
             said = engine.obey(step, body, began)
         else:
             said = engine.status()
@@ -165,7 +165,8 @@ class Connection(asyncio.Protocol):
 
 
 def report(engines: list[FakeEngine]) -> dict[str, Any]:
-    """What was measured. The floor is the longest of the healthy replicas' own calls."""
+    """What was measured. The floor is the longest sum of a healthy replica's own calls; the bound is the sum of each
+    step's longest, for whoever may begin no step before all are done with the one before it."""
     moved = [each for each in engines if each.paused_at is not None and each.opened_at is not None]
     healthy = [each for each in engines if not each.hung]
     calls: dict[str, int] = {}
@@ -180,9 +181,10 @@ def report(engines: list[FakeEngine]) -> dict[str, Any]:
         "epochs": sorted({each.epoch for each in healthy}),
         "window": max((e.opened_at or 0.0 for e in moved), default=0.0)
         - min((e.paused_at or 0.0 for e in moved), default=0.0),
-        "floor": max((each.own for each in healthy), default=0.0),
+        "floor": max((sum(each.own.values()) for each in healthy), default=0.0),
+        "bound": sum(max(each.own.get(step, 0.0) for each in healthy) for step in STEPS),
         "longest": max((each.paused for each in healthy), default=0.0),
-        "beyond": max((each.paused - each.own for each in healthy), default=0.0),
+        "beyond": max((each.paused - sum(each.own.values()) for each in healthy), default=0.0),
         "calls": calls,
         "connections": Connection.opened,
     }

@@ -4,7 +4,8 @@ A real API server, the operator as a process, real Pod objects, and behind each 
 (bench/fake_engines.py) whose delays a seed decides: the network of one rack (LAN), 1 % slow replicas (50 times the
 delay), 0.1 % hung ones. Each change goes through the PolicyVersion. In the same run, against the same fakes with the
 same delays: a loop, one replica after the other; and the plain fan-out, all replicas at once, step by step. The floor
-is the longest sum of a healthy replica's own calls: nothing that waits for all replicas can be faster.
+is the longest sum of a healthy replica's own calls: nothing that waits for all replicas can be faster. The bound is the
+sum of each step's longest call: nobody may be admitted before all are quiesced, so no barrier can be faster.
 
 ``--against REVISION`` measures the operator of that commit, too, in the same run.
 
@@ -339,11 +340,16 @@ def ratio(rows: list[Json]) -> float:
     return float(statistics.median(row["window"] / row["floor"] for row in rows))
 
 
+def against_bound(rows: list[Json]) -> str:
+    """The same to the bound."""
+    return f"{statistics.median(row['window'] / row['bound'] for row in rows):.2f}"
+
+
 def show(size: int, arms: dict[str, dict[str, list[Json]]], hands: dict[str, Json]) -> None:
     """One size's table."""
     print(f"\n{size} replicas", flush=True)
     print(
-        f"  {'delays':18}{'way':22}{'floor':>9}{'pause':>10}{'/floor':>8}{'current':>9}"
+        f"  {'delays':18}{'way':22}{'floor':>9}{'pause':>10}{'/floor':>8}{'/bound':>8}{'current':>9}"
         f"{'CPU':>8}{'RSS':>8}{'requests':>9}"
     )
     for mix in MIXES:
@@ -356,7 +362,8 @@ def show(size: int, arms: dict[str, dict[str, list[Json]]], hands: dict[str, Jso
                 against = ratio(rows) if strategy == "Barrier" else pause / median(rows, "floor")
                 print(
                     f"  {mix:18}{f'{name} {strategy}':22}{median(rows, 'floor') * 1e3:7.0f}ms{pause * 1e3:8.0f}ms"
-                    f"{against:8.2f}{median(rows, 'current'):8.2f}s{median(rows, 'cpu'):7.2f}s"
+                    f"{against:8.2f}{against_bound(rows) if strategy == 'Barrier' else '':>8}"
+                    f"{median(rows, 'current'):8.2f}s{median(rows, 'cpu'):7.2f}s"
                     f"{median(rows, 'rss'):6.0f}MB{median(rows, 'requests'):9.0f}"
                 )
         for way in ("all at once", "a loop"):
@@ -364,7 +371,7 @@ def show(size: int, arms: dict[str, dict[str, list[Json]]], hands: dict[str, Jso
             if found:
                 print(
                     f"  {mix:18}{way:22}{found['floor'] * 1e3:7.0f}ms{found['window'] * 1e3:8.0f}ms"
-                    f"{found['window'] / found['floor']:8.2f}"
+                    f"{found['window'] / found['floor']:8.2f}{against_bound([found]):>8}"
                 )
     sys.stdout.flush()
 

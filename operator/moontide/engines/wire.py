@@ -2,7 +2,7 @@
 
 A call is a line of headers, a small body, and an answer that is read to its end: httptools parses it (llhttp, as in
 uvicorn and Node.js), asyncio connects and does TLS. A pause is as long as all of its calls together take on one core,
-and a general client's call takes five times as long (docs/decisions/2026-11-30-calls-of-a-pause.md). There are no
+and a general client's take three to five times as much (docs/decisions/2026-11-30-calls-of-a-pause.md). There are no
 proxies, no redirects, no cookies and no compression, and no time limit either: callers have one.
 """
 
