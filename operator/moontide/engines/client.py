@@ -80,8 +80,8 @@ async def _json(
     except TimeoutError:
         return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return Unanswered(OWN_FAULT, f"the operator may open no more files, so {url} was not asked")
+        if (fault := _not_asked(error, url)) is not None:
+            return fault
         distrusted = tls.refusal(error, url, server_name)
         if distrusted is not None:
             return Unanswered(tls.REASON, distrusted)
@@ -98,13 +98,15 @@ async def _json(
 
 
 async def fetch(http: Session, url: str, seconds: float) -> tuple[int, str] | Unanswered:
-    """Status and text of a page that needs no token, as a master's, within ``seconds``."""
+    """Status and text of a page that needs no token, as a master's, within ``seconds``. Raises
+    :class:`moontide.errors.Retry` where the operator may open no more files: that says nothing of a master."""
     try:
         async with asyncio.timeout(seconds):
             status, text = await http.ask("GET", url, {})
     except TimeoutError:
         return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
     except (OSError, ValueError) as error:
+        refuse_own_fault([_not_asked(error, url)])
         return Unanswered("Unreachable", f"{url}: {type(error).__name__}")
     return status, text.decode(errors="replace")
 
@@ -136,7 +138,14 @@ def status_of(address: str, code: int, body: dict[str, Any]) -> EngineStatus | U
         return Unanswered("NotAStatus", f"{address}: {error.error_count()} fields are missing or wrong: {error}"[:500])
 
 
-def refuse_own_fault(answers: Iterable[EngineStatus | Unanswered]) -> None:
+def _not_asked(error: Exception, url: str) -> Unanswered | None:
+    """The operator's own fault, where it is one."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return Unanswered(OWN_FAULT, f"the operator may open no more files, so {url} was not asked")
+    return None
+
+
+def refuse_own_fault(answers: Iterable[EngineStatus | Unanswered | None]) -> None:
     """Raises :class:`moontide.errors.Retry` where somebody was not asked: an engine must not count as silent then."""
     for answer in answers:
         if isinstance(answer, Unanswered) and answer.reason == OWN_FAULT:

@@ -30,6 +30,7 @@ from moontide.planning.model import (
 from moontide.reconcile import adopted, wipers
 from moontide.reconcile.context import GONE_SECONDS, Context
 from moontide.reconcile.fleets import observe
+from moontide.reconcile.quiet import Quiet
 from moontide.reconcile.rounds import Gone, Round
 from moontide.status import timestamp
 
@@ -84,7 +85,7 @@ async def _turn(ctx: Context, this: Round) -> float | None:
         return None if plan.requeue_after == 0.0 else plan.requeue_after
     results, began = await _act(ctx, this, list(plan.actions))
     followers = this.followers
-    this.tell(lambda: _report(ctx, policy, followers, plan.status, results, began))
+    this.tell(lambda: _report(ctx, policy, followers, plan.status, results, began, this.quiet))
     await this.write(protocol.record(plan.status, results, ctx.now()))
     return None if any(result.success for result in results) else plan.requeue_after
 
@@ -136,8 +137,9 @@ async def _report(
     status: PolicyVersionStatus,
     results: list[Result],
     began: dict[int, dt.datetime],
+    quiet: Quiet,
 ) -> None:
-    """Log what came of each action, and leave Events. A failure that goes on is told once."""
+    """Log what came of each action, and leave Events. A failure that goes on is told once. Waits for ``quiet``."""
     epoch = status.epoch
     known = {(failure.replica, failure.step, failure.reason) for failure in status.failures}
     elsewhere = {each.meta.uid: each for each in followers if each.meta.namespace != policy.meta.namespace}
@@ -150,7 +152,7 @@ async def _report(
             await ctx.kube.event(elsewhere[fleet], reason, message, type)
 
     # A thousand lines take as long as hundreds of calls.
-    await ctx.quiet.wait()
+    await quiet.wait()
     for number, result in enumerate(results):
         if number % LINES_AT_ONCE == 0:
             await asyncio.sleep(0)

@@ -19,6 +19,7 @@ from moontide.planning import protocol
 from moontide.planning.model import Command, EngineStatus, Fleet, Result
 from moontide.reconcile.context import Context
 from moontide.reconcile.fleets import Roster, ask, roster
+from moontide.reconcile.quiet import Quiet
 
 RECENT_SECONDS = 1.0
 """How old pods, fleets and the policy's spec may be, as a turn sees them. Engines refuse what is meant for another
@@ -47,7 +48,9 @@ class Round:
         self._policy: Resource[PolicyVersion] | None = None
         self._rosters: list[Roster] = []
         self._good_until = 0.0
-        self._telling_engines = False
+        self._commands = False
+        self.quiet = Quiet()
+        """Of this run alone."""
         self._heard: dict[str, tuple[float, EngineStatus]] = {}
         self._written = PolicyVersionStatus()
         self._gone = False
@@ -102,12 +105,14 @@ class Round:
 
     def acts(self, commands: bool) -> None:
         """Whether engines are told something from now on: see :mod:`moontide.reconcile.quiet`."""
-        if commands != self._telling_engines:
-            self._telling_engines = commands
+        if commands == self._commands:
+            return
+        self._commands = commands
+        for quiet in (self.quiet, self._ctx.quiet):
             if commands:
-                self._ctx.quiet.begin()
+                quiet.begin()
             else:
-                self._ctx.quiet.end()
+                quiet.end()
 
     # Writing and telling ------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from moontide.engines.client import (
     collect,
     engine_status,
     fan_out,
+    fetch,
     impatient,
     new_http_client,
     refuse_own_fault,
@@ -387,6 +388,8 @@ async def test_an_operator_that_may_open_no_more_files_blames_no_engine() -> Non
         resource.setrlimit(resource.RLIMIT_NOFILE, (taken, hard))
         try:
             answers.append(await engine_status(http, peer.address, "t"))
+            with pytest.raises(Retry, match="a higher limit of open files"):
+                await fetch(http, f"http://{peer.address}/health", 60.0)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert isinstance(answers[1], Unanswered)
