@@ -2,7 +2,7 @@
 
     python3 -m bench.plugin_cost                      # every release that is here: about 6 minutes
     python3 -m bench.plugin_cost --release 0.32.0 --processes 1 --rounds 6      # one, in half a minute
-    python3 -m bench.plugin_cost --count              # Python bytecodes instead of CPU time: two minutes
+    python3 -m bench.plugin_cost --count              # Python bytecodes instead of CPU time: five minutes
 
 Real EngineCore, scheduler and scheduler half of the Mooncake connector on the CPU; the worker and the store are
 simulated (tests/component/engine/scheduler), so a step is the scheduler's work without a model. Of a release both arms
@@ -11,10 +11,9 @@ load: conversations that share prefixes arrive while others run, then all once m
 so that they load from the store. It is timed in CPU time of the thread: schedule() with update_from_output(), and
 apart from these what a request costs before it waits (its hashes).
 
-A pair of processes repeats one load, so a round's work is the same each time, and whatever else the machine does makes
-a round longer and never shorter. So the ratio is that of the shortest rounds of the two arms, the median over the
-pairs; the quartiles are of all rounds' ratios. ``--count`` counts the bytecodes that both arms execute: the same on
-every machine and in every run, and blind to what is spent in C.
+The ratio is the median over the rounds' ratios: the two arms' turns of a round follow each other, and machines whose
+speed changes change it for both. ``--count`` counts the bytecodes that both arms execute: the same on every machine and
+in every run, and blind to what is spent in C.
 
 Exit status 1 if a ratio of the scheduler is above ``--limit``, or if the arms did not do the same work.
 """
@@ -259,9 +258,7 @@ def measure(
     """A row a scene of one release, and one more for each patch that is left out."""
     processes, rounds = options.processes, options.rounds
     modes = (STOCK, ALL, *options.without)
-    found: dict[tuple[str, str], list[list[tuple[Row, Row]]]] = {
-        (scene, mode): [[] for _ in range(processes)] for scene in scenes for mode in modes[1:]
-    }
+    found: dict[tuple[str, str], list[tuple[Row, Row]]] = {(scene, mode): [] for scene in scenes for mode in modes[1:]}
     said: dict[str, Row] = {}
     for pair in range(processes):
         arms = {mode: Arm(python, home, model, mode, options.count, folder / f"{mode}.log") for mode in modes}
@@ -269,34 +266,33 @@ def measure(
             said = {mode: arm.read() for mode, arm in arms.items()}
             for scene in scenes:
                 for number in range(-1, rounds):
+                    seed = 1 + pair * (rounds + 1) + number
                     turn = number % len(modes)
                     order = modes[turn:] + modes[:turn]
-                    rows = {mode: arms[mode].round(scene, 1 + pair) for mode in order}
+                    rows = {mode: arms[mode].round(scene, seed) for mode in order}
                     # The first round warms up.
                     for mode in modes[1:] if number >= 0 else ():
-                        found[scene, mode][pair].append((rows[STOCK], rows[mode]))
+                        found[scene, mode].append((rows[STOCK], rows[mode]))
         finally:
             for arm in arms.values():
                 arm.end()
     return [row(scene, mode, said[mode], pairs) for (scene, mode), pairs in found.items()]
 
 
-def row(scene: str, mode: str, said: Row, processes: list[list[tuple[Row, Row]]]) -> Row:
-    """The shortest rounds, in microseconds (or bytecodes) a step and a request, and the ratio of the two arms'. Medians
-    over the pairs of processes; the quartiles are those of all rounds' ratios."""
-    pairs = [each for rounds in processes for each in rounds]
+def row(scene: str, mode: str, said: Row, pairs: list[tuple[Row, Row]]) -> Row:
+    """Medians over the rounds, in microseconds (or bytecodes) a step and a request, and medians of the rounds'
+    ratios."""
     made: Row = {"vllm": said["vllm"].partition("+")[0], "scene": scene, "rounds": len(pairs)}
     if mode != ALL:
         made["without"] = mode
     made["applied"] = sorted(name for name, state in said["patches"].items() if state == "applied")
     for part in ("scheduler", "request"):
-        best = [[min(arm, key=lambda each: each[part]) for arm in zip(*rounds, strict=True)] for rounds in processes]
-        unit = [(off["steps"] if part == "scheduler" else 2 * REQUESTS) for off, _ in best]
+        unit = [(off["steps"] if part == "scheduler" else 2 * REQUESTS) for off, _ in pairs]
         ratios = sorted(on[part] / off[part] for off, on in pairs)
         made[part] = {
-            "off_us": statistics.median(off[part] / each for (off, _), each in zip(best, unit, strict=True)),
-            "on_us": statistics.median(on[part] / each for (_, on), each in zip(best, unit, strict=True)),
-            "ratio": statistics.median(on[part] / off[part] for off, on in best),
+            "off_us": statistics.median(off[part] / each for (off, _), each in zip(pairs, unit, strict=True)),
+            "on_us": statistics.median(on[part] / each for (_, on), each in zip(pairs, unit, strict=True)),
+            "ratio": statistics.median(ratios),
             "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
         }
     works = ("steps", "tokens", "loaded")
