@@ -11,23 +11,20 @@ Prints a table. Absolute figures are this machine's; compare ratios.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
-import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import aiohttp
 import httpx
+from bench.fake_engines import PORT
+from bench.fanout import Fakes
 
 from moontide.engines.client import new_http_client
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = (64, 1000)
 ROUNDS = 15
 HTTPX_UP_TO = 64
@@ -79,15 +76,12 @@ def main() -> int:
     print("| peers | client | CPU a call | times ours |")
     print("| --- | --- | --- | --- |")
     for count in SIZES:
-        first = f"127.{random.randint(200, 250)}.0.1"
-        command = [sys.executable, "-m", "bench.fake_engines", first, str(count)]
-        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as fakes:
-            assert fakes.stdout is not None
-            assert json.loads(fakes.stdout.readline()) == {"ready": count}
-            base = ipaddress.IPv4Address(first)
-            urls = [f"http://{base + number}:8001/moontide/v1/status" for number in range(count)]
+        fakes = Fakes(count, with_status=True)
+        try:
+            urls = [f"http://{address}:{PORT}/moontide/v1/status" for address in fakes.addresses]
             found = asyncio.run(measure(urls))
-            fakes.terminate()
+        finally:
+            fakes.close()
         ours = found["moontide.engines.wire"]
         for name, cost in found.items():
             print(f"| {count} | {name} | {cost:.0f} µs | {cost / ours:.1f} |", flush=True)

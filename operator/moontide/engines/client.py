@@ -106,7 +106,8 @@ async def fetch(http: Session, url: str, seconds: float) -> tuple[int, str] | Un
     except TimeoutError:
         return Unanswered("Timeout", f"no answer from {url} within {seconds:.1f} s")
     except (OSError, ValueError) as error:
-        refuse_own_fault([_not_asked(error, url)])
+        if (fault := _not_asked(error, url)) is not None:
+            refuse_own_fault([fault])
         return Unanswered("Unreachable", f"{url}: {type(error).__name__}")
     return status, text.decode(errors="replace")
 
@@ -145,7 +146,7 @@ def _not_asked(error: Exception, url: str) -> Unanswered | None:
     return None
 
 
-def refuse_own_fault(answers: Iterable[EngineStatus | Unanswered | None]) -> None:
+def refuse_own_fault(answers: Iterable[EngineStatus | Unanswered]) -> None:
     """Raises :class:`moontide.errors.Retry` where somebody was not asked: an engine must not count as silent then."""
     for answer in answers:
         if isinstance(answer, Unanswered) and answer.reason == OWN_FAULT:

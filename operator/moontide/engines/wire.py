@@ -231,6 +231,7 @@ class Session:
         self._none = asyncio.Event()
         """Set while no connection is open."""
         self._none.set()
+        self._over = False
 
     async def __aenter__(self) -> Session:
         return self
@@ -254,23 +255,23 @@ class Session:
         request = _request(method, place, headers, body)
         context = self._trust.context() if place.secured else None
         key = (place.host, place.port, context, server_name)
-        connection = self._kept(key)
-        if connection is not None:
+        kept = self._kept(key)
+        if kept is not None:
             try:
-                answer = await connection.ask(request)
+                return await self._use(kept, key, request)
             except ConnectionError:
-                if not connection.untouched:
+                if not kept.untouched:
                     raise
-            else:
-                self._keep(key, connection)
-                return answer
-        connection = await self._connect(place, context, server_name)
+        return await self._use(await self._connect(place, context, server_name), key, request)
+
+    async def _use(self, connection: _Connection, key: _Key, request: bytes) -> Answer:
         answer = await connection.ask(request)
         self._keep(key, connection)
         return answer
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and those that are being made as soon as they are."""
+        self._over = True
         if self._sweep is not None:
             self._sweep.cancel()
             self._sweep = None
@@ -300,6 +301,8 @@ class Session:
     def _opened(self, connection: _Connection) -> None:
         self._living.add(connection)
         self._none.clear()
+        if self._over:
+            connection.abort()
 
     def _closed(self, connection: _Connection) -> None:
         self._living.discard(connection)

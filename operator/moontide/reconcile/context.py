@@ -48,6 +48,7 @@ class Context:
     pace: dict[str, float] = field(default_factory=dict)
     """By a pod's uid: the seconds of its last command."""
     quiet: Quiet = field(default_factory=Quiet)
+    """Of all policies: while any of them tells engines something."""
 
     def __copy__(self) -> Context:
         # kopf copies its memo for every handler; connections and caches must stay one.

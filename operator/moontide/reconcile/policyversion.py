@@ -107,7 +107,7 @@ async def _act(ctx: Context, this: Round, actions: list[Action]) -> tuple[list[R
     if len(ctx.pace) > REMEMBERED_REPLICAS:
         # Those that were deleted are among them.
         ctx.pace.clear()
-    actions = sorted(actions, key=lambda action: -_pace(ctx, action))
+    actions = sorted(actions, key=lambda action: _pace(ctx, action), reverse=True)
 
     async def one(action: Action) -> Result:
         async with limit:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -57,10 +58,9 @@ class Peer:
             self.gone.set()
 
     @contextlib.asynccontextmanager
-    async def running(self, host: str = "127.0.0.1") -> AsyncIterator[Peer]:
-        server = await asyncio.start_server(self._serve, host, 0)
-        port = server.sockets[0].getsockname()[1]
-        self.url = f"http://[{host}]:{port}/x" if ":" in host else f"http://{host}:{port}/x"
+    async def running(self) -> AsyncIterator[Peer]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
         try:
             yield self
         finally:
@@ -249,6 +249,28 @@ async def test_closing_leaves_nothing_open() -> None:
         await session().close()
 
 
+async def test_what_is_being_connected_while_it_is_closed_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    connect, begun, closed = loop.create_connection, asyncio.Event(), asyncio.Event()
+
+    async def late(*given: Any, **more: Any) -> Any:
+        begun.set()
+        await closed.wait()
+        return await connect(*given, **more)
+
+    monkeypatch.setattr(loop, "create_connection", late)
+    async with Peer(OK).running() as peer:
+        http = session()
+        asking = asyncio.create_task(http.ask("GET", peer.url, {}))
+        await begun.wait()
+        await http.close()
+        closed.set()
+        with pytest.raises(Disconnected):
+            await asking
+        await asyncio.wait_for(peer.gone.wait(), PATIENCE)
+        assert peer.seen == []
+
+
 async def test_what_a_request_is() -> None:
     async with Peer(OK).running() as peer, session() as http:
         await http.ask("POST", f"{peer.url}/y?z=%20ä", {"authorization": "Bearer t", "a": "b"}, b'{"c": 1}')
@@ -268,16 +290,25 @@ async def test_what_a_request_is() -> None:
     assert second.split(b"\r\n") == [b"GET /x HTTP/1.1", b"host: " + host, b"accept: */*", b"", b""]
 
 
-async def test_an_address_of_ipv6_and_a_name() -> None:
-    async with session() as http:
-        async with Peer(OK).running() as peer:
-            assert await http.ask("GET", peer.url.replace("127.0.0.1", "localhost"), {}) == (200, b"ok")
-        try:
-            async with Peer(OK).running("::1") as peer:
-                assert await http.ask("GET", peer.url, {}) == (200, b"ok")
-                assert b"host: [::1]:" in peer.seen[0]
-        except OSError:
-            pytest.skip("this machine has no IPv6")
+async def test_a_name_is_resolved() -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        assert await http.ask("GET", peer.url.replace("127.0.0.1", "localhost"), {}) == (200, b"ok")
+
+
+async def test_an_address_of_ipv6_has_its_brackets_in_the_header_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is led to an address that every machine has."""
+    loop = asyncio.get_running_loop()
+    connect, hosts = loop.create_connection, []
+
+    async def led(factory: Any, host: str, port: int, **more: Any) -> Any:
+        hosts.append(host)
+        return await connect(factory, "127.0.0.1", port, **more)
+
+    monkeypatch.setattr(loop, "create_connection", led)
+    async with Peer(OK).running() as peer, session() as http:
+        assert await http.ask("GET", peer.url.replace("127.0.0.1", "[::1]"), {}) == (200, b"ok")
+        assert hosts == ["::1"]
+        assert b"host: [::1]:" in peer.seen[0]
 
 
 @pytest.mark.parametrize("value", ["t\r\nx-more: 1", "t\n", "\rt", "t\0"])

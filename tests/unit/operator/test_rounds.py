@@ -12,7 +12,7 @@ import pytest
 
 from moontide.engines.client import OWN_FAULT, Unanswered
 from moontide.errors import Retry
-from moontide.reconcile import fleets, policyversion
+from moontide.reconcile import fleets, policyversion, quiet, rounds
 from tests.unit.operator.doubles import Cluster
 
 MODEL = {"source": "pvc://w/a", "servedName": "tiny", "version": "7"}
@@ -145,6 +145,8 @@ async def test_an_epoch_that_cannot_be_written_is_heard_of_by_nobody(
         await world.run()
     assert [each for each in world.asked if each.startswith("POST")] == []
     assert world.states == [("open", 1)] * 2
+    # And nobody waits for those who would have told engines something.
+    await asyncio.wait_for(world.ctx.quiet.wait(), quiet.WAIT_SECONDS / 2)
 
 
 async def test_a_write_that_fails_beside_the_pause_is_a_failure_of_the_run(
@@ -228,3 +230,65 @@ async def test_an_engine_that_was_not_asked_is_not_taken_for_silent(
     assert world.states == [("open", 1)] * 2
     await world.run()
     assert world.states == [("open", 2)] * 2
+
+
+class Watch:
+    """Notes at each request to an engine whether others had to wait then."""
+
+    def __init__(self, world: World) -> None:
+        self.seen: list[tuple[str, bool]] = []
+        self._handle, self._ctx = world.network.handle_async_request, world.ctx
+        world.network.handle_async_request = self._noted  # type: ignore[method-assign]
+
+    async def _noted(self, request: httpx.Request) -> httpx.Response:
+        others = asyncio.ensure_future(self._ctx.quiet.wait())
+        await asyncio.sleep(0)
+        self.seen.append((request.url.path.rpartition("/")[2], not others.done()))
+        others.cancel()
+        return await self._handle(request)
+
+
+async def test_others_wait_from_the_first_command_to_the_last_and_no_longer(world: World) -> None:
+    world.bump()
+    watch = Watch(world)
+    await world.run()
+    assert world.states == [("open", 2)] * 2
+    commands = [waited for step, waited in watch.seen if step in BARRIER]
+    assert commands == [True] * 4
+    assert not any(waited for step, waited in watch.seen if step == "status")
+    await asyncio.wait_for(world.ctx.quiet.wait(), quiet.WAIT_SECONDS / 2)
+
+
+async def test_whoever_took_longest_is_told_first(world: World) -> None:
+    for slow in ("10.0.0.2", "10.0.0.1"):
+        for pod in world.kube.pods:
+            assert pod.metadata is not None
+            assert pod.status is not None
+            world.ctx.pace[pod.metadata.uid or ""] = 2.0 if pod.status.pod_ip == slow else 1.0
+        world.bump()
+        await world.run()
+        first = next(each for each in world.asked if "quiesce" in each)
+        assert slow in first
+
+
+async def test_what_takes_long_to_read_is_read_less_often(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of thousands of pods must not come between the two calls of a pause."""
+    read, reads, seconds = rounds.roster, 0, 0.0
+
+    async def counted(*given: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        await asyncio.sleep(seconds)
+        return await read(*given)
+
+    monkeypatch.setattr(rounds, "roster", counted)
+    monkeypatch.setattr(rounds, "RECENT_SECONDS", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(rounds, "READ_SHARE", 1e9)
+        world.bump()
+        await world.run()
+    assert reads > 2
+    reads, seconds = 0, 0.5
+    world.bump()
+    await world.run()
+    assert reads == 1
