@@ -26,6 +26,7 @@ import time
 from typing import Any, cast
 
 import uvloop
+from pydantic_core import from_json, to_json
 
 PORT = 8001
 MEDIAN_SECONDS = 0.003
@@ -127,6 +128,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
         self._data = b""
+        self._complete = 0
+        """Bytes of a request whose head has come; 0: not known."""
+        self._later = asyncio.get_running_loop().call_later
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -135,21 +139,23 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._data += data
+        if len(self._data) < self._complete:
+            return
         head, mark, rest = self._data.partition(b"\r\n\r\n")
         if not mark:
             return
-        lowered = head.lower()
-        at = lowered.find(b"content-length:")
-        length = int(lowered[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        at = max(head.find(b"content-length:"), head.find(b"Content-Length:"))
+        length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        self._complete = len(head) + 4 + length
         if len(rest) < length:
             return
-        self._data = rest[length:]
+        self._data, self._complete = rest[length:], 0
         if self._engine.hung:
             return
-        step = head.split(b" ", 2)[1].rsplit(b"/", 1)[-1].decode()
-        body = json.loads(rest[:length]) if length else {}
+        step = head[: head.index(b"\r\n")].split(b" ", 2)[1].rsplit(b"/", 1)[-1].decode()
+        body = from_json(rest[:length]) if length else {}
         began, seconds = time.monotonic(), self._engine.delay()
-        asyncio.get_running_loop().call_later(seconds, self._answer, step, body, began, seconds)
+        self._later(seconds, self._answer, step, body, began, seconds)
 
     def _answer(self, step: str, body: dict[str, Any], began: float, seconds: float) -> None:
         engine = self._engine
@@ -158,7 +164,7 @@ class Connection(asyncio.Protocol):
             said = engine.obey(step, body, began)
         else:
             said = engine.status()
-        text = json.dumps(said, separators=(",", ":")).encode()
+        text = to_json(said)
         assert self._transport is not None
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(text)
         self._transport.write(head + text)

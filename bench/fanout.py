@@ -3,8 +3,9 @@
 A real API server, the operator as a process, real Pod objects, and behind each of them a fake engine
 (bench/fake_engines.py) whose delays a seed decides: the network of one rack (LAN), 1 % slow replicas (50 times the
 delay), 0.1 % hung ones. Each change goes through the PolicyVersion. In the same run, against the same fakes with the
-same delays: a loop, one replica after the other; and the plain fan-out, all replicas at once, step by step. The floor
-is the longest sum of a healthy replica's own calls: nothing that waits for all replicas can be faster. The bound is the
+same delays: a loop, one replica after the other; the plain fan-out, all replicas at once, step by step; and the same
+two steps by bare sockets on which all but the last byte was written before, which is the least that these fakes on this
+machine allow. The floor is the longest sum of a healthy replica's own calls: nothing that waits for all replicas can be faster. The bound is the
 sum of each step's longest call: nobody may be admitted before all are quiesced, so no barrier can be faster.
 
 ``--against REVISION`` measures the operator of that commit, too, in the same run.
@@ -21,6 +22,8 @@ import ipaddress
 import json
 import os
 import random
+import select
+import socket
 import statistics
 import subprocess
 import sys
@@ -330,6 +333,47 @@ async def measure(site: Site, fakes: Fakes, tree: Path, options: argparse.Namesp
     return rows
 
 
+def bare(fakes: Fakes, epoch: int) -> Json:
+    """A barrier's two calls by plain sockets: connected, written but for the last byte, and no answer is looked into.
+    No client in Python does it in less, and what it takes beyond the bound are the fakes and the kernel."""
+    sockets = {}
+    for address in fakes.addresses:
+        one = socket.create_connection((address, 8001))
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sockets[one.fileno()] = one
+    poll = select.epoll()
+    for number in sockets:
+        poll.register(number, select.EPOLLIN)
+    common = {"term": 0, "epoch": epoch, "bootId": "x"}
+    pause = {"mode": "keep", "requestsDuringBarrier": "Queue", "ttlSeconds": 60, "timeoutSeconds": 3}
+    requests = []
+    for step, more in (("quiesce", pause), ("admit", {"version": "x", "salt": f"x/{epoch}", "resume": True})):
+        data = json.dumps({**common, **more}).encode()
+        head = f"POST /moontide/v1/{step} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+        requests.append(head + data)
+    fakes("clear")
+    begun, last = b"", b""
+    for number, request in enumerate([*requests, b""]):
+        last, begun = begun[-1:], request
+        for one in sockets.values():
+            one.send(last + request[:-1])
+        if not number:
+            # Nobody is paused yet.
+            time.sleep(0.2)
+            continue
+        left, heard = len(sockets), dict.fromkeys(sockets, b"")
+        while left:
+            for file, _ in poll.poll():
+                heard[file] += sockets[file].recv(65536)
+                head, mark, body = heard[file].partition(b"\r\n\r\n")
+                if mark and len(body) >= int(head.rpartition(b"content-length: ")[2]):
+                    left -= 1
+    poll.close()
+    for one in sockets.values():
+        one.close()
+    return fakes("report")
+
+
 def median(rows: list[Json], key: str) -> float:
     """Of a column."""
     return float(statistics.median(row[key] for row in rows))
@@ -366,7 +410,7 @@ def show(size: int, arms: dict[str, dict[str, list[Json]]], hands: dict[str, Jso
                     f"{median(rows, 'current'):8.2f}s{median(rows, 'cpu'):7.2f}s"
                     f"{median(rows, 'rss'):6.0f}MB{median(rows, 'requests'):9.0f}"
                 )
-        for way in ("all at once", "a loop"):
+        for way in ("bare sockets", "all at once", "a loop"):
             found = hands.get(f"{mix}/{way}")
             if found:
                 print(
@@ -399,6 +443,9 @@ async def run(kubectl: Kubectl, tools: Path, folder: Path, options: argparse.Nam
                                     continue
                                 fakes("mix", slow=slow, hung=hung, seed=options.seed)
                                 hands[f"{mix}/all at once"] = await by_hand(fakes, 10**6, loop=False)
+                                if not hung:
+                                    tries = [bare(fakes, 10**6 + more) for more in (2, 3, 4)]
+                                    hands[f"{mix}/bare sockets"] = sorted(tries, key=lambda each: each["window"])[1]
                                 if size <= options.loop_up_to:
                                     hands[f"{mix}/a loop"] = await by_hand(fakes, 10**6 + 1, loop=True)
                     finally:

@@ -11,6 +11,7 @@ import asyncio
 import errno
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 
 from moontide.engines import tls
-from moontide.engines.wire import Session
+from moontide.engines.wire import Request, Session
 from moontide.errors import Retry
 from moontide.planning.model import Action, Collect, Command, EngineStatus, Fleet, Result, Step, Wipe
 
@@ -70,10 +71,7 @@ async def _json(
     try:
         async with asyncio.timeout(seconds):
             for each in (token,) if isinstance(token, str) else token:
-                headers = {"authorization": f"Bearer {each}"}
-                if data is not None:
-                    headers["content-type"] = "application/json"
-                status, text = await http.ask(method, url, headers, data, server_name)
+                status, text = await http.ask(method, url, _headers(each, data), data, server_name)
                 # What was refused for its token did nothing, so it may be sent again with the next one.
                 if status != 401:
                     break
@@ -95,6 +93,13 @@ async def _json(
     if not isinstance(parsed, dict):
         return Unanswered("NotJson", f"{url} answered {status} with a {type(parsed).__name__}")
     return status, parsed
+
+
+def _headers(token: str, data: bytes | None) -> dict[str, str]:
+    headers = {"authorization": f"Bearer {token}"}
+    if data is not None:
+        headers["content-type"] = "application/json"
+    return headers
 
 
 async def fetch(http: Session, url: str, seconds: float) -> tuple[int, str] | Unanswered:
@@ -189,21 +194,51 @@ def _result(action: Action, answer: tuple[int, dict[str, Any]] | Unanswered, sta
     return Result(action, success, reason, message, removed if isinstance(removed, int) else 0, seconds, status)
 
 
+def _call(command: Command, term: int) -> tuple[str, dict[str, Any]] | None:
+    """URL and body of a command; None where its engine said nothing of itself."""
+    engine = command.replica.status
+    if engine is None or command.replica.address is None:
+        return None
+    body: dict[str, Any] = {"term": term, "epoch": command.epoch, "bootId": engine.boot_id, **command.body}
+    if command.step in _BOUNDED or command.body.keys() & {"salt", "resume"}:
+        body["timeoutSeconds"] = command.timeout_seconds
+    return f"{base_url(command.replica.address)}/moontide/v1/{command.step.value}", body
+
+
+def prepare(http: Session, commands: Sequence[Command], token: Token, term: int) -> None:
+    """Send the engine of ``commands`` what it will probably be told, one after the other, but for the last byte of each
+    (see :meth:`moontide.engines.wire.Session.prepare`). It does none of it before :func:`send` is called with it."""
+    first = token if isinstance(token, str) else token[0]
+    requests = []
+    for command in commands:
+        call = _call(command, term)
+        if call is None:
+            return
+        data = to_json(call[1])
+        requests.append(Request("POST", call[0], _headers(first, data), data))
+    http.prepare(*requests, server_name=commands[0].replica.server_name)
+
+
+def begin(http: Session, command: Command, token: Token, term: int) -> None:
+    """Have the engine do ``command`` at once, if it was prepared; :func:`send` has to follow, with the same."""
+    call = _call(command, term)
+    if call is not None:
+        data = to_json(call[1])
+        first = token if isinstance(token, str) else token[0]
+        http.begin(Request("POST", call[0], _headers(first, data), data), command.replica.server_name)
+
+
 async def send(http: Session, command: Command, token: Token, term: int) -> Result:
     """One command to one engine, from the leader of ``term``.
 
     It takes at most ``timeout_seconds`` in the engine and :data:`MARGIN_SECONDS` around it.
     """
     started = time.monotonic()
-    engine = command.replica.status
-    if engine is None or command.replica.address is None:
+    call = _call(command, term)
+    if call is None:
         return Result(command, False, "Unreachable", "the engine did not answer its status")
-    body: dict[str, Any] = {"term": term, "epoch": command.epoch, "bootId": engine.boot_id, **command.body}
-    if command.step in _BOUNDED or command.body.keys() & {"salt", "resume"}:
-        body["timeoutSeconds"] = command.timeout_seconds
-    url = f"{base_url(command.replica.address)}/moontide/v1/{command.step.value}"
     seconds = command.timeout_seconds + MARGIN_SECONDS
-    answer = await _json(http, "POST", url, token, seconds, body, command.replica.server_name)
+    answer = await _json(http, "POST", call[0], token, seconds, call[1], command.replica.server_name)
     return _result(command, answer, started)
 
 
@@ -330,9 +365,13 @@ async def settled(tasks: Sequence[asyncio.Future[R]], patience: float) -> None:
 
 
 async def impatient(
-    items: list[T], call: Callable[[T], Awaitable[R]], late: Callable[[T], R | None], patience: float
+    items: list[T],
+    call: Callable[[T], Awaitable[R]],
+    late: Callable[[T], R | None],
+    patience: float,
+    begin: AbstractContextManager[None] | None = None,
 ) -> list[R]:
-    """``call`` on each item side by side; results in the order of ``items``.
+    """``call`` on each item side by side; results in the order of ``items``. All of them begin within ``begin``.
 
     Once none of the calls has ended for ``patience`` seconds after another, each of those left is cancelled and has the
     result ``late(item)``, or is waited for all the same where that is None. What a peer was told it goes on with: every
@@ -341,6 +380,8 @@ async def impatient(
     """
     tasks = [asyncio.ensure_future(call(item)) for item in items]
     try:
+        with begin or nullcontext():
+            await asyncio.sleep(0)
         await settled(tasks, patience)
         instead = {task: late(item) for item, task in zip(items, tasks, strict=True) if not task.done()}
         for task, result in instead.items():

@@ -4,6 +4,10 @@ A call is a line of headers, a small body, and an answer that is read to its end
 uvicorn and Node.js), asyncio connects and does TLS. A pause is as long as all of its calls together take on one core,
 and a general client's take three to five times as much (docs/decisions/2026-11-30-calls-of-a-pause.md). There are no
 proxies, no redirects, no cookies and no compression, and no time limit either: callers have one.
+
+What will probably be asked soon can be sent ahead, all of it but its last byte (:meth:`Session.prepare`). A request
+whose body is not complete is none: the peer waits for the rest, and forgets it with the connection. Asking for exactly
+those bytes then costs one write of one byte (docs/decisions/2026-11-30-sent-ahead.md).
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ import asyncio
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import httptools
 from aiohappyeyeballs import start_connection
@@ -28,6 +33,8 @@ KEEPALIVE_SECONDS = 4.0
 """Connections are kept for less time than uvicorn keeps them."""
 ANSWER_BYTES = 16 * 2**20
 """What an answer may have: a peer that sends without end must not take the operator's memory."""
+PREPARED_SECONDS = 10.0
+"""Requests that were sent ahead and asked for by nobody are given up after this."""
 SECOND_ADDRESS_SECONDS = 0.25
 """After which the next address of a name is tried beside the one before it (RFC 8305)."""
 
@@ -41,6 +48,15 @@ class Disconnected(ConnectionError):
 
 class Malformed(ValueError):
     """What came is no HTTP, or more than :data:`ANSWER_BYTES`."""
+
+
+class Request(NamedTuple):
+    """One to a peer, with a body."""
+
+    method: str
+    url: str
+    headers: Mapping[str, str]
+    body: bytes
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,10 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self.since = 0.0
         """When it became idle, by the loop's clock."""
+        self.prepared: list[bytes] = []
+        """Requests to come, in their order. Of the first all was sent but its last byte."""
+        self._unsent = b""
+        """What waits for :meth:`send`."""
         self._lasts = False
         """Whether another request may follow."""
         self._begin()
@@ -104,16 +124,37 @@ class _Connection(asyncio.Protocol):
         self._measured = False
         """Whether the answer says where it ends. One that does not ends with the connection."""
 
-    async def ask(self, request: bytes) -> Answer:
-        """The answer to ``request``. Raises OSError and :class:`Malformed`; whoever is cancelled has closed it."""
+    def hold(self, data: bytes) -> asyncio.Future[Answer]:
+        """Have ``data``, which completes a request, ready for :meth:`send`. Its answer, for :meth:`answer`. Raises
+        OSError."""
         self._begin()
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        if self._transport is None or self._transport.is_closing():
             raise Disconnected("the connection was closed")
-        self._waiter = asyncio.get_running_loop().create_future()
-        transport.write(request)
+        waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiter, self._unsent = waiter, data
+        return waiter
+
+    def prepare(self, requests: list[bytes]) -> None:
+        """Send all of the first of ``requests`` but its last byte. Nothing else may be asked here before them."""
+        assert self._transport is not None
+        self.prepared = requests
+        self._transport.write(requests[0][:-1])
+
+    def complete(self) -> asyncio.Future[Answer]:
+        """As :meth:`hold`, of what completes the first that is prepared, and all but the last byte of the next one."""
+        rest = self.prepared.pop(0)[-1:]
+        return self.hold(rest + self.prepared[0][:-1] if self.prepared else rest)
+
+    def send(self) -> None:
+        """Send what is ready."""
+        data, self._unsent = self._unsent, b""
+        if data and self._transport is not None:
+            self._transport.write(data)
+
+    async def answer(self, waiter: asyncio.Future[Answer]) -> Answer:
+        """What comes. Raises OSError and :class:`Malformed`; whoever is cancelled has closed the connection."""
         try:
-            return await self._waiter
+            return await waiter
         except BaseException:
             self._waiter = None
             self.abort()
@@ -226,6 +267,12 @@ class Session:
         self._trust = trust
         self._turns = tls.Turns()
         self._idle: dict[_Key, list[_Connection]] = {}
+        self._prepared: dict[_Key, _Connection] = {}
+        self._begun: dict[tuple[_Key, bytes], tuple[_Connection, asyncio.Future[Answer]]] = {}
+        """Requests that were sent whole before anybody asked, and their answers."""
+        self._together = 0
+        self._held: list[_Connection] = []
+        """What :meth:`together` sends at its end."""
         self._living: set[_Connection] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._none = asyncio.Event()
@@ -253,21 +300,112 @@ class Session:
         """
         place = _place(url)
         request = _request(method, place, headers, body)
-        context = self._trust.context() if place.secured else None
-        key = (place.host, place.port, context, server_name)
-        kept = self._kept(key)
+        key = self._key(place, server_name)
+        begun = self._begun.pop((key, request), None)
+        kept = begun[0] if begun is not None else self._ready(key, request) or self._kept(key)
+        if kept is None and key in self._prepared:
+            # One connection is enough for a peer, and this is closed before the next one opens.
+            self._give_up(key)
+            await asyncio.sleep(0)
         if kept is not None:
             try:
-                return await self._use(kept, key, request)
+                return await self._use(kept, key, request, begun)
             except ConnectionError:
                 if not kept.untouched:
                     raise
-        return await self._use(await self._connect(place, context, server_name), key, request)
+        return await self._use(await self._connect(place, key[2], server_name), key, request)
 
-    async def _use(self, connection: _Connection, key: _Key, request: bytes) -> Answer:
-        answer = await connection.ask(request)
+    async def _use(
+        self,
+        connection: _Connection,
+        key: _Key,
+        request: bytes,
+        begun: tuple[_Connection, asyncio.Future[Answer]] | None = None,
+    ) -> Answer:
+        if begun is not None:
+            waiter = begun[1]
+        else:
+            waiter = connection.complete() if connection.prepared else connection.hold(request)
+            if self._together:
+                self._held.append(connection)
+            else:
+                connection.send()
+        answer = await connection.answer(waiter)
         self._keep(key, connection)
         return answer
+
+    def _key(self, place: _Place, server_name: str) -> _Key:
+        return place.host, place.port, self._trust.context() if place.secured else None, server_name
+
+    def prepare(self, *requests: Request, server_name: str = "") -> None:
+        """``requests`` will probably be asked of one peer, one after the other: send it all of the first but its last
+        byte, and of each other one when the one before it is asked.
+
+        Only where a connection to the peer is idle; what was prepared for it before is given up then. Whoever asks for
+        the same bytes has the rest sent. Whoever asks for anything else has another connection, and what was prepared
+        is given up if there is none. Raises ValueError as :meth:`ask` does, and for a request without a body.
+        """
+        first = _place(requests[0].url)
+        key = self._key(first, server_name)
+        data = []
+        for method, url, headers, body in requests:
+            place = _place(url)
+            if (place.host, place.port, place.secured) != (first.host, first.port, first.secured) or not body:
+                raise ValueError(f"{method} {url} cannot be prepared: it has no body, or is for another peer")
+            data.append(_request(method, place, headers, body))
+        kept = self._kept(key)
+        if kept is not None:
+            kept.prepare(data)
+            self._set_aside(key, kept)
+
+    def begin(self, request: Request, server_name: str = "") -> None:
+        """Send the rest of ``request`` where it was prepared; :meth:`ask` with the same has to follow, for its answer.
+
+        What else asking costs is then no part of the time for which the peer waits.
+        """
+        place = _place(request.url)
+        key = self._key(place, server_name)
+        data = _request(request.method, place, request.headers, request.body)
+        connection = self._ready(key, data)
+        if connection is not None and connection.reusable:
+            waiter = connection.complete()
+            # Should nobody ask, nobody has to know.
+            waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
+            connection.send()
+            connection.since = asyncio.get_running_loop().time()
+            self._begun[key, data] = connection, waiter
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is asked meanwhile on connections that are there is sent at the end of it, all in one go: between the
+        first peer that gets its request and the last one nothing else is done."""
+        self._together += 1
+        try:
+            yield
+        finally:
+            self._together -= 1
+            if not self._together:
+                held, self._held = self._held, []
+                for connection in held:
+                    connection.send()
+
+    def _ready(self, key: _Key, request: bytes) -> _Connection | None:
+        """The connection on which exactly ``request`` was prepared."""
+        connection = self._prepared.get(key)
+        if connection is None or connection.prepared[0] != request:
+            return None
+        return self._prepared.pop(key)
+
+    def _give_up(self, key: _Key) -> None:
+        connection = self._prepared.pop(key, None)
+        if connection is not None:
+            connection.abort()
+
+    def _set_aside(self, key: _Key, connection: _Connection) -> None:
+        self._give_up(key)
+        connection.since = asyncio.get_running_loop().time()
+        self._prepared[key] = connection
+        self._sweep_later()
 
     async def close(self) -> None:
         """Close all connections, and those that are being made as soon as they are."""
@@ -276,6 +414,8 @@ class Session:
             self._sweep.cancel()
             self._sweep = None
         self._idle.clear()
+        self._prepared.clear()
+        self._begun.clear()
         for connection in list(self._living):
             connection.abort()
         await self._none.wait()
@@ -323,11 +463,17 @@ class Session:
         if not connection.reusable:
             connection.abort()
             return
-        loop = asyncio.get_running_loop()
-        connection.since = loop.time()
+        if connection.prepared:
+            # Of the next one all was sent but its last byte.
+            self._set_aside(key, connection)
+            return
+        connection.since = asyncio.get_running_loop().time()
         self._idle.setdefault(key, []).append(connection)
+        self._sweep_later()
+
+    def _sweep_later(self) -> None:
         if self._sweep is None:
-            self._sweep = loop.call_later(KEEPALIVE_SECONDS, self._close_idle)
+            self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_SECONDS, self._close_idle)
 
     def _close_idle(self) -> None:
         loop = asyncio.get_running_loop()
@@ -345,5 +491,12 @@ class Session:
                 self._idle[key] = left
             else:
                 del self._idle[key]
-        if self._idle:
+        for key, connection in list(self._prepared.items()):
+            if connection.since <= loop.time() - PREPARED_SECONDS or not connection.reusable:
+                self._give_up(key)
+        for begun, (connection, _) in list(self._begun.items()):
+            if connection.since <= loop.time() - PREPARED_SECONDS:
+                del self._begun[begun]
+                connection.abort()
+        if self._idle or self._prepared or self._begun:
             self._sweep = loop.call_later(max(first - over, 0.1), self._close_idle)

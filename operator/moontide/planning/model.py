@@ -273,3 +273,5 @@ class Plan:
     notes: tuple[Note, ...] = ()
     requeue_after: float = 30.0
     """Seconds until the world should be looked at again when nothing wakes the loop."""
+    ahead: tuple[Command, ...] = ()
+    """What engines that are told something now are probably told next. Not to be carried out: the next look decides."""

@@ -55,19 +55,28 @@ def marks_of(deployment: Resource[InferenceDeployment]) -> Mapping[str, str]:
     return (deployment.model.status or InferenceDeploymentStatus()).adopted
 
 
-async def observe(ctx: Context, deployment: Resource[InferenceDeployment], home: str) -> list[Replica]:
-    """The fleet's engines, as they are called in namespace ``home``."""
-    return (await look(ctx, deployment, home)).replicas
+async def observe(
+    ctx: Context, deployment: Resource[InferenceDeployment], home: str, heard: Mapping[str, EngineStatus]
+) -> list[Replica]:
+    """The fleet's engines, as they are called in namespace ``home``. ``heard``: see :func:`look`."""
+    return (await look(ctx, deployment, home, heard)).replicas
 
 
-async def look(ctx: Context, deployment: Resource[InferenceDeployment], home: str) -> Look:
-    """Ask every URL that is listed, or where an engine was adopted, and judge what is there."""
+async def look(
+    ctx: Context, deployment: Resource[InferenceDeployment], home: str, heard: Mapping[str, EngineStatus] | None = None
+) -> Look:
+    """Ask every URL that is listed, or where an engine was adopted, and judge what is there.
+
+    ``heard``: what engines said just now, by their URL. Those are not asked.
+    """
     endpoints, marks = deployment.model.spec.endpoints or Endpoints(urls=()), marks_of(deployment)
     urls = list(dict.fromkeys([*endpoints.urls, *marks.values()]))
     token = ctx.tokens.each(deployment.meta.uid, tokens.rotations(deployment))
-    known = set(marks.values())
+    known, said = set(marks.values()), heard or {}
 
     async def ask(url: str) -> Answer:
+        if url in said:
+            return said[url]
         seconds = STATUS_SECONDS if url in known else UNKNOWN_SECONDS
         return await engine_status(ctx.http, address_of(url), token, seconds)
 

@@ -47,7 +47,7 @@ class Context:
     """By a fleet's uid and a pod's: questions that looks do not wait for any longer."""
     pace: dict[str, float] = field(default_factory=dict)
     """By a pod's uid: the seconds of its last command."""
-    quiet: Quiet = field(default_factory=Quiet)
+    quiet: Quiet = field(default_factory=lambda: Quiet(collects=False))
     """Of all policies: while any of them tells engines something."""
 
     def __copy__(self) -> Context:

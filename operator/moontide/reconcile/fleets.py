@@ -156,9 +156,9 @@ async def ask(ctx: Context, listed: Roster, home: str, known: Mapping[str, Engin
     Once none has answered for :data:`PATIENCE_SECONDS` after another, those that have not are silent. They have the
     rest of :data:`STATUS_SECONDS`, and later looks do not wait for them until they have answered.
     """
-    if listed.adopting is not None:
-        return replace(listed.fleet, replicas=tuple(await adopted.observe(ctx, listed.adopting, home)))
     known, uid = known or {}, listed.fleet.uid
+    if listed.adopting is not None:
+        return replace(listed.fleet, replicas=tuple(await adopted.observe(ctx, listed.adopting, home, known)))
     late = ctx.late.pop(uid, {})
     asked: dict[str, asyncio.Task[EngineStatus | Unanswered]] = {}
     heard: dict[str, EngineStatus | Unanswered] = {}

@@ -11,7 +11,17 @@ from typing import Literal
 
 from moontide import labels
 from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
-from moontide.engines.client import CALLS_AT_ONCE, collect, fan_out, impatient, send, wipe, wipe_without_store
+from moontide.engines.client import (
+    CALLS_AT_ONCE,
+    begin,
+    collect,
+    fan_out,
+    impatient,
+    prepare,
+    send,
+    wipe,
+    wipe_without_store,
+)
 from moontide.errors import Retry
 from moontide.kube.client import Resource
 from moontide.planning import protocol
@@ -83,7 +93,7 @@ async def _turn(ctx: Context, this: Round) -> float | None:
         this.keep(fleets)
     if not plan.actions:
         return None if plan.requeue_after == 0.0 else plan.requeue_after
-    results, began = await _act(ctx, this, list(plan.actions))
+    results, began = await _act(ctx, this, list(plan.actions), plan.ahead)
     followers = this.followers
     this.tell(lambda: _report(ctx, policy, followers, plan.status, results, began, this.quiet))
     await this.write(protocol.record(plan.status, results, ctx.now()))
@@ -97,10 +107,13 @@ async def _tell(ctx: Context, policy: Resource[PolicyVersion], plan: Plan) -> No
         await ctx.kube.event(policy, note.reason, note.message, "Warning" if note.warning else "Normal")
 
 
-async def _act(ctx: Context, this: Round, actions: list[Action]) -> tuple[list[Result], dict[int, dt.datetime]]:
+async def _act(
+    ctx: Context, this: Round, actions: list[Action], ahead: tuple[Command, ...]
+) -> tuple[list[Result], dict[int, dt.datetime]]:
     """Carry the actions out side by side: one result each, and when each began, by the action's id.
 
-    Whoever took longest at its last command is told first: the others' calls take less than its answer then.
+    Whoever took longest at its last command is told first: the others' calls take less than its answer then. What
+    engines are told with a command of ``ahead`` after it is sent to them before the first of them acts on it.
     """
     limit = asyncio.Semaphore(CALLS_AT_ONCE)
     began: dict[int, dt.datetime] = {}
@@ -120,9 +133,30 @@ async def _act(ctx: Context, this: Round, actions: list[Action]) -> tuple[list[R
                 ctx.pace[action.replica.pod_uid] = result.seconds
             return result
 
-    results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS)
-    ctx.metrics.acted(results)
+    _prepare(ctx, actions, ahead)
+    results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS, ctx.http.together())
+    this.count(results)
     return results, began
+
+
+def _prepare(ctx: Context, actions: list[Action], ahead: tuple[Command, ...]) -> None:
+    """Have engines know all but the last byte of what they are told now, and of what is ``ahead`` of them.
+
+    An admission that an engine knows so is completed at once: it is paused, and the others' need not wait for more than
+    one write each.
+    """
+    next_of, term = {command.replica.pod_uid: command for command in ahead}, ctx.term()
+    for action in actions:
+        if not isinstance(action, Command):
+            continue
+        after = next_of.get(action.replica.pod_uid)
+        if after is None and action.step is not Step.ADMIT:
+            continue
+        tokens = ctx.tokens.each(action.replica.fleet, action.replica.tokens)
+        if after is not None:
+            prepare(ctx.http, (action, after), tokens, term)
+        elif action.replica.may_have_served:
+            begin(ctx.http, action, tokens, term)
 
 
 def _pace(ctx: Context, action: Action) -> float:

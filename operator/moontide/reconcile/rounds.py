@@ -2,7 +2,8 @@
 
 A pause lasts as long as the slowest of what the turns wait for. So they wait for engines, and for the API server only
 where the protocol needs it: what the API server said is used for :data:`RECENT_SECONDS`, an engine whose answer to a
-command says how it is now is not asked again, and what only tells people is written and said beside the next step.
+command says how it is now is not asked again, and what only tells people is said beside the next step. A status is
+written when engines have been told what they are to do, or :data:`UNSAID_SECONDS` later: the newest one alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 
 from moontide.api.v1alpha1 import InferenceDeployment, PolicyVersion, PolicyVersionStatus
 from moontide.engines.client import fan_out
@@ -31,6 +33,9 @@ LONGEST_SECONDS = 10.0
 """However long they took to read, they are read anew after this."""
 HEARD_SECONDS = 2.0
 """The same for what an engine said with its answer: longer than others are waited for."""
+UNSAID_SECONDS = 0.25
+"""How long a pause may last before its status is written: that takes milliseconds of the core that its calls need, and
+pauses of a few replicas are over by then."""
 ROSTERS_AT_ONCE = 16
 
 
@@ -54,6 +59,14 @@ class Round:
         self._heard: dict[str, tuple[float, EngineStatus]] = {}
         self._written = PolicyVersionStatus()
         self._gone = False
+        self._unwritten: list[tuple[PolicyVersionStatus, PolicyVersionStatus]] = []
+        """Statuses that nobody has begun to write, each after the one before it."""
+        self._uncounted: list[Result] = []
+        self._hushed = 0.0
+        """When the pause had lasted for long enough."""
+        self._calm = asyncio.Event()
+        """Set while people may be told."""
+        self._calm.set()
         self._writing: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self.followers: list[Resource[InferenceDeployment]] = []
@@ -108,11 +121,27 @@ class Round:
         if commands == self._commands:
             return
         self._commands = commands
+        if commands:
+            self._hushed = time.monotonic() + UNSAID_SECONDS
+            self._calm.clear()
+        else:
+            self._calm.set()
+            self._count()
         for quiet in (self.quiet, self._ctx.quiet):
             if commands:
                 quiet.begin()
             else:
                 quiet.end()
+
+    def count(self, results: list[Result]) -> None:
+        """What came of actions, for the metrics."""
+        self._uncounted += results
+        if not self._commands or time.monotonic() > self._hushed:
+            self._count()
+
+    def _count(self) -> None:
+        results, self._uncounted = self._uncounted, []
+        self._ctx.metrics.acted(results)
 
     # Writing and telling ------------------------------------------------------------------------------------------
 
@@ -126,15 +155,18 @@ class Round:
             self._ctx.metrics.policy(self._namespace, self._name, status, status)
         else:
             before, self.status = self.status, status
-            self._writing = asyncio.ensure_future(self._write(self._writing, before, status))
+            self._unwritten.append((before, status))
+            if len(self._unwritten) == 1:
+                self._writing = asyncio.ensure_future(self._write(self._writing))
         if protocol.must_precede(self._written, self.status):
             await self.flush()
 
-    async def _write(
-        self, earlier: asyncio.Task[None] | None, before: PolicyVersionStatus, status: PolicyVersionStatus
-    ) -> None:
+    async def _write(self, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:
             await earlier
+        await self._until_calm()
+        steps, self._unwritten = self._unwritten, []
+        status = steps[-1][1]
         policy = self._policy
         assert policy is not None
         meta = policy.meta
@@ -143,7 +175,15 @@ class Round:
             return
         self._written = status
         # What could not be written is looked at again, and would count twice.
-        self._ctx.metrics.policy(meta.namespace, meta.name, before, status)
+        for before, after in steps:
+            self._ctx.metrics.policy(meta.namespace, meta.name, before, after)
+
+    async def _until_calm(self) -> None:
+        left = self._hushed - time.monotonic()
+        if left > 0 and not self._calm.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._calm.wait()
 
     def tell(self, telling: Callable[[], Awaitable[None]]) -> None:
         """Logs and Events, in order, beside what comes next."""
@@ -159,7 +199,12 @@ class Round:
         """Wait until all is written. Raises as :meth:`write` does."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            await writing
+            self._calm.set()
+            try:
+                await writing
+            finally:
+                if self._commands:
+                    self._calm.clear()
         if self._gone:
             raise Gone
 

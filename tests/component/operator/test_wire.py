@@ -13,7 +13,7 @@ import pytest
 
 from moontide.engines import wire
 from moontide.engines.tls import Trust
-from moontide.engines.wire import Disconnected, Malformed, Session
+from moontide.engines.wire import Disconnected, Malformed, Request, Session
 from tests.component.engine.enginekit import PATIENCE
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -324,3 +324,255 @@ async def test_what_is_no_url_is_said(url: str) -> None:
     async with session() as http:
         with pytest.raises(ValueError, match=r"URL|[Pp]ort"):
             await http.ask("GET", url, {})
+
+
+# Requests that are sent before they are asked for --------------------------------------------------------------------
+
+
+def told(peer: Peer, body: bytes) -> Request:
+    return Request("POST", peer.url, {"authorization": "Bearer t"}, body)
+
+
+async def ask(http: Session, request: Request) -> wire.Answer:
+    return await http.ask(*request)
+
+
+def bodies(peer: Peer) -> list[bytes]:
+    """Of the requests that were complete."""
+    return [each.partition(b"\r\n\r\n")[2] for each in peer.seen]
+
+
+class Tap:
+    """The bytes that a session writes, a call of the transport each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.written: list[bytes] = []
+        made = wire._Connection.connection_made
+
+        def tapped(connection: wire._Connection, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            write = transport.write
+
+            def noted(data: bytes) -> None:
+                self.written.append(bytes(data))
+                write(data)
+
+            monkeypatch.setattr(transport, "write", noted, raising=False)
+            made(connection, transport)
+
+        monkeypatch.setattr(wire._Connection, "connection_made", tapped)
+
+
+async def settle() -> None:
+    """Time for what should not come."""
+    await asyncio.sleep(0.05)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(name="tap")
+def _tap(monkeypatch: pytest.MonkeyPatch) -> Tap:
+    return Tap(monkeypatch)
+
+
+async def test_what_was_sent_ahead_is_complete_when_it_is_asked_for_and_no_sooner(tap: Tap) -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        await ask(http, told(peer, b"0"))
+        tap.written.clear()
+        http.prepare(told(peer, b"[1]"), told(peer, b"[2]"))
+        await settle()
+        assert bodies(peer) == [b"0"]
+        assert await ask(http, told(peer, b"[1]")) == (200, b"ok")
+        await settle()
+        assert bodies(peer) == [b"0", b"[1]"]
+        assert await ask(http, told(peer, b"[2]")) == (200, b"ok")
+        assert (bodies(peer), peer.connections) == ([b"0", b"[1]", b"[2]"], 1)
+        # The second one's beginning went with the first one's end, and its own end was one byte.
+        first, second, third = tap.written
+        assert (first[-2:], second[:1], second[-2:], third) == (b"[1", b"]", b"[2", b"]")
+        assert await ask(http, told(peer, b"[3]")) == (200, b"ok")
+        assert peer.connections == 1
+
+
+async def test_anything_else_is_asked_on_another_connection_and_what_was_prepared_is_given_up() -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        await ask(http, told(peer, b"0"))
+        http.prepare(told(peer, b"1"), told(peer, b"2"))
+        for other in (b"2", b"x", b"1"):
+            assert await ask(http, told(peer, other)) == (200, b"ok")
+            assert http._prepared == {}
+        assert bodies(peer) == [b"0", b"2", b"x", b"1"]
+        assert peer.connections == 2
+
+
+async def test_a_header_may_not_differ_either() -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        await ask(http, told(peer, b"0"))
+        http.prepare(told(peer, b"1"))
+        assert await ask(http, told(peer, b"1")._replace(headers={"authorization": "Bearer u"})) == (200, b"ok")
+        assert peer.connections == 2
+        assert b"Bearer u" in peer.seen[-1]
+
+
+async def test_what_is_prepared_anew_replaces_what_was() -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        met = asyncio.Barrier(2)
+        peer.before = met.wait
+        await asyncio.gather(*(ask(http, told(peer, b"0")) for _ in range(2)))
+        peer.before = None
+        http.prepare(told(peer, b"1"))
+        http.prepare(told(peer, b"2"))
+        assert await ask(http, told(peer, b"2")) == (200, b"ok")
+        assert (bodies(peer), peer.connections) == ([b"0", b"0", b"2"], 2)
+
+
+async def test_nothing_is_prepared_where_no_connection_is_idle() -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        http.prepare(told(peer, b"1"))
+        http.begin(told(peer, b"1"))
+        await settle()
+        assert peer.connections == 0
+        assert await ask(http, told(peer, b"1")) == (200, b"ok")
+        assert bodies(peer) == [b"1"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_peer_that_closes_meanwhile_is_asked_on_a_new_connection(begun: bool) -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        await ask(http, told(peer, b"0"))
+        http.prepare(told(peer, b"1"))
+        for connection in http._living:
+            connection.abort()
+        await asyncio.wait_for(peer.gone.wait(), PATIENCE)
+        if begun:
+            http.begin(told(peer, b"1"))
+        assert await ask(http, told(peer, b"1")) == (200, b"ok")
+        assert (bodies(peer), peer.connections) == ([b"0", b"1"], 2)
+
+
+async def test_whoever_answers_before_the_end_of_a_request_is_asked_anew() -> None:
+    """A peer that refuses a token need not wait for the body: what it says is not the answer to what is asked later."""
+    early = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(1)
+            writer.write(OK)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 401 X\r\ncontent-length: 0\r\n\r\n")
+            await writer.drain()
+            early.set()
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    async with session() as http:
+        assert await http.ask("POST", url, {}, b"0") == (200, b"ok")
+        http.prepare(Request("POST", url, {}, b"1"))
+        await asyncio.wait_for(early.wait(), PATIENCE)
+        await until(lambda: not http._living)
+        assert await http.ask("POST", url, {}, b"1") == (200, b"ok")
+    server.close()
+
+
+async def test_what_is_next_is_not_prepared_where_the_connection_ends_with_the_answer() -> None:
+    last = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
+    async with Peer(OK, last).running() as peer, session() as http:
+        await ask(http, told(peer, b"0"))
+        http.prepare(told(peer, b"1"), told(peer, b"2"))
+        for body in (b"1", b"2"):
+            assert await ask(http, told(peer, body)) == (200, b"ok")
+        assert (bodies(peer), peer.connections) == ([b"0", b"1", b"2"], 2)
+
+
+async def test_what_was_begun_is_not_sent_again_when_its_answer_is_asked_for() -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        await ask(http, told(peer, b"0"))
+        http.prepare(told(peer, b"1"))
+        http.begin(told(peer, b"2"))
+        await settle()
+        assert bodies(peer) == [b"0"]
+        http.begin(told(peer, b"1"))
+        await until(lambda: bodies(peer) == [b"0", b"1"])
+        assert await ask(http, told(peer, b"1")) == (200, b"ok")
+        # The next one like it is another one.
+        assert await ask(http, told(peer, b"1")) == (200, b"ok")
+        assert (bodies(peer), peer.connections) == ([b"0", b"1", b"1"], 1)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_what_nobody_asks_for_is_given_up(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "KEEPALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(wire, "PREPARED_SECONDS", 0.1)
+    async with Peer(OK).running() as peer, session() as http:
+        await ask(http, told(peer, b"0"))
+        if begun:
+            hung = asyncio.Event()
+            peer.before = hung.wait
+        http.prepare(told(peer, b"1"))
+        if begun:
+            http.begin(told(peer, b"1"))
+            await until(lambda: len(peer.seen) == 2)
+            hung.set()
+        await asyncio.wait_for(peer.gone.wait(), PATIENCE)
+        assert bodies(peer) == [b"0", b"1"][: 1 + begun]
+        assert (http._prepared, http._begun) == ({}, {})
+
+
+async def test_what_is_asked_together_is_sent_together(tap: Tap) -> None:
+    async with Peer(OK).running() as peer, Peer(OK).running() as other, session() as http:
+        for each in (peer, other):
+            await ask(http, told(each, b"0"))
+        http.prepare(told(peer, b"[1]"))
+        tap.written.clear()
+        with http.together():
+            asking = [asyncio.create_task(ask(http, told(each, b"[1]"))) for each in (peer, other)]
+            await settle()
+            assert (bodies(peer), bodies(other), tap.written) == ([b"0"], [b"0"], [])
+        assert await asyncio.gather(*asking) == [(200, b"ok")] * 2
+        assert (bodies(peer), bodies(other)) == ([b"0", b"[1]"], [b"0", b"[1]"])
+        assert tap.written[0] == b"]"
+        # And what is asked later waits for nobody.
+        assert await ask(http, told(peer, b"2")) == (200, b"ok")
+
+
+async def test_who_gives_up_while_all_are_held_has_sent_nothing() -> None:
+    async with Peer(OK).running() as peer, session() as http:
+        await ask(http, told(peer, b"0"))
+        http.prepare(told(peer, b"1"))
+        with http.together():
+            asking = asyncio.create_task(ask(http, told(peer, b"1")))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.wait_for(peer.gone.wait(), PATIENCE)
+        assert bodies(peer) == [b"0"]
+
+
+async def test_closing_ends_what_was_prepared_and_begun() -> None:
+    async with Peer(OK).running() as peer, Peer(OK).running() as other:
+        http = session()
+        for each in (peer, other):
+            await ask(http, told(each, b"0"))
+            http.prepare(told(each, b"1"))
+        hung = asyncio.Event()
+        other.before = hung.wait
+        http.begin(told(other, b"1"))
+        await http.close()
+        hung.set()
+        for each in (peer, other):
+            await asyncio.wait_for(each.gone.wait(), PATIENCE)
+        assert bodies(peer) == [b"0"]
+
+
+async def test_what_cannot_be_prepared_is_said() -> None:
+    async with Peer(OK).running() as peer, Peer(OK).running() as other, session() as http:
+        for requests in ((told(peer, b""),), (told(peer, b"1"), told(other, b"2"))):
+            with pytest.raises(ValueError, match="cannot be prepared"):
+                http.prepare(*requests)

@@ -12,6 +12,7 @@ import pytest
 
 from moontide.engines.client import OWN_FAULT, Unanswered
 from moontide.errors import Retry
+from moontide.planning.model import Command, Replica, Result, Step
 from moontide.reconcile import fleets, policyversion, quiet, rounds
 from tests.unit.operator.doubles import Cluster
 
@@ -292,3 +293,106 @@ async def test_what_takes_long_to_read_is_read_less_often(world: World, monkeypa
     world.bump()
     await world.run()
     assert reads == 1
+
+
+class Writes:
+    """The states of the engines at each write of the policy's status."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.states: list[list[tuple[str, int]]] = []
+        write = world.kube.apply_policy_status
+
+        async def noted(namespace: str, name: str, status: Any, uid: str | None = None) -> bool:
+            self.states.append(world.states)
+            return await write(namespace, name, status, uid)
+
+        monkeypatch.setattr(world.kube, "apply_policy_status", noted)
+
+    @property
+    def paused(self) -> list[list[tuple[str, int]]]:
+        return [states for states in self.states if any(state == "paused" for state, _ in states)]
+
+
+async def test_the_status_of_a_short_pause_is_written_when_it_is_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the core that the calls of the pause need."""
+    monkeypatch.setattr(rounds, "UNSAID_SECONDS", 30.0)
+    writes = Writes(world, monkeypatch)
+    world.bump()
+    await world.run()
+    assert writes.states[0] == [("open", 1)] * 2
+    assert writes.paused == []
+    assert writes.states[-1] == world.states == [("open", 2)] * 2
+    assert world.kube.condition("PolicyVersion", "rl", "policy", "Current")[:2] == ("True", "Current")
+
+
+async def test_the_status_of_a_pause_that_lasts_is_written_while_it_lasts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "UNSAID_SECONDS", 0.05)
+    monkeypatch.setattr(rounds, "RECENT_SECONDS", 60.0)
+    monkeypatch.setattr(policyversion, "PATIENCE_SECONDS", 0.05)
+    writes, handle, late = Writes(world, monkeypatch), world.network.handle_async_request, asyncio.Event()
+
+    async def slowly(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "10.0.0.2" and request.url.path.endswith("quiesce"):
+            await late.wait()
+        return await handle(request)
+
+    monkeypatch.setattr(world.network, "handle_async_request", slowly)
+    world.bump()
+    running = asyncio.ensure_future(world.run())
+    async with asyncio.timeout(10):
+        while not writes.paused:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    late.set()
+    await running
+    for _ in range(3):
+        await world.run()
+    assert world.states == [("open", 2)] * 2
+
+
+async def test_what_is_written_meanwhile_waits_for_the_end_of_the_pause_or_for_its_bound(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, run = Writes(world, monkeypatch), rounds.Round(world.ctx, "rl", "policy")
+    for bound in (30.0, 0.1):
+        monkeypatch.setattr(rounds, "UNSAID_SECONDS", bound)
+        await run.look()
+        run.acts(True)
+        count = len(writes.states)
+        for generation in (98, 99):
+            await run.write(run.status.model_copy(update={"observed_generation": generation}))
+            await asyncio.sleep(0.02)
+        assert len(writes.states) == count
+        if bound > 1.0:
+            run.acts(False)
+        async with asyncio.timeout(10):
+            while len(writes.states) == count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        run.acts(False)
+        await run.flush()
+        # The newest alone.
+        assert (len(writes.states), world.status["observedGeneration"]) == (count + 1, 99)
+
+
+def steps_done(world: World, step: str) -> float:
+    labels = {"step": step, "outcome": "done"}
+    return world.ctx.metrics.registry.get_sample_value("moontide_steps_total", labels) or 0.0
+
+
+async def test_what_came_of_a_pause_is_counted_when_it_is_over(world: World) -> None:
+    before = [steps_done(world, step) for step in BARRIER]
+    world.bump()
+    await world.run()
+    assert [steps_done(world, step) for step in BARRIER] == [count + 2 for count in before]
+
+    run, replica = rounds.Round(world.ctx, "rl", "policy"), Replica("r", "uid", "fleet", None, None, True)
+    run.acts(True)
+    run.count([Result(Command(Step.QUIESCE, replica, 3), True)])
+    assert steps_done(world, "quiesce") == before[0] + 2
+    run.acts(False)
+    assert steps_done(world, "quiesce") == before[0] + 3
+    run.count([Result(Command(Step.QUIESCE, replica, 3), True)])
+    assert steps_done(world, "quiesce") == before[0] + 4

@@ -932,3 +932,76 @@ def test_what_is_known_of_epochs_and_keys_is_written_before_anybody_acts_on_it()
         assert protocol.must_precede(written, written.model_copy(update=changes)), changes
     told = {"replicas": ReplicaCounts(total=2, current=1, closed=0, summary="1/2"), "failures_omitted": 3}
     assert not protocol.must_precede(written, written.model_copy(update=told))
+
+
+# What engines are probably told next ----------------------------------------------------------------------------------
+
+
+def calls(commands: object) -> list[tuple[Step, str, int, dict[str, object], float]]:
+    """Commands as engines get them."""
+    assert isinstance(commands, tuple)
+    return [
+        (c.step, c.replica.pod_uid, c.epoch, dict(c.body), c.timeout_seconds)
+        for c in commands
+        if isinstance(c, Command)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["Wait", "Abort", "Keep"])
+@pytest.mark.parametrize("weights", ["Unchecked", "External"])
+def test_what_is_ahead_of_engines_that_are_quiesced_is_what_they_are_told_next(mode: str, weights: str) -> None:
+    spec = {"version": "1", "runningRequests": mode, "weights": weights}
+    world = World(PolicyVersionSpec.model_validate(spec), fences=True, opens=True)
+    world.add_fleet("tiny", 3)
+    world.run()
+    for version in ("2", "3"):
+        world.push_weights(version)
+        world.bump(version)
+        assert world.turn().ahead == ()
+        plan = world.turn()
+        assert steps(plan) == ["quiesce"] * 3
+        after = world.turn()
+        assert steps(after) == ["admit"] * 3
+        assert calls(plan.ahead) == calls(after.actions)
+        assert all(body["resume"] for *_, body, _ in calls(plan.ahead))
+        assert after.ahead == ()
+        world.run()
+        assert {(p.engine.state, p.engine.version) for p in world.pods} == {("open", version)}
+
+
+def test_nothing_is_ahead_where_something_else_comes_first() -> None:
+    older = World(PolicyVersionSpec.model_validate({"version": "1"}), fences=True, opens=False)
+    plain = World(PolicyVersionSpec.model_validate({"version": "1"}), fences=False, opens=True)
+    fenced = World(PolicyVersionSpec.model_validate({"version": "1", "strategy": "Fence"}), fences=True, opens=True)
+    for world, told in ((older, "quiesce"), (plain, "quiesce"), (fenced, "fence")):
+        world.add_fleet("tiny", 2)
+        world.run()
+        world.push_weights("2")
+        world.bump("2")
+        world.turn()
+        plan = world.turn()
+        assert (steps(plan), plan.ahead) == ([told] * 2, ())
+
+
+def test_nothing_is_ahead_of_an_engine_that_lacks_its_weights() -> None:
+    world = World(PolicyVersionSpec.model_validate({"version": "1"}), fences=True, opens=True)
+    world.add_fleet("tiny", 3)
+    world.run()
+    for pod in world.pods[1:]:
+        world.give_weights(pod, "2")
+    world.bump("2")
+    world.turn()
+    plan = world.turn()
+    assert steps(plan) == ["quiesce"] * 3
+    assert [command.replica.pod_uid for command in plan.ahead] == [pod.uid for pod in world.pods[1:]]
+
+
+def test_nothing_is_ahead_while_weights_are_pushed() -> None:
+    world = World(PolicyVersionSpec.model_validate({"version": "1"}), fences=True, opens=True)
+    world.add_fleet("tiny", 2)
+    world.run()
+    world.spec = world.spec.model_copy(update={"preparing": "2"})
+    world.generation += 1
+    plans = [world.turn() for _ in range(4)]
+    assert ["quiesce"] * 2 in [steps(plan) for plan in plans]
+    assert all(plan.ahead == () for plan in plans)
