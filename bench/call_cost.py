@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack
 import aiohttp
 import httpx
 from bench.fake_engines import PORT
-from bench.fanout import Fakes
+from bench.fakes import Fakes
 
 from moontide.engines.client import new_http_client
 

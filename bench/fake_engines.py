@@ -1,13 +1,14 @@
 """Fake engines for scale: the admin plane of many replicas in one process, with delays that a seed decides.
 
 ``python -m bench.fake_engines FIRST COUNT``: one HTTP server an address, from the IPv4 address FIRST on, at the port of
-the admin plane; over TLS with ``--tls FOLDER``, which holds ``tls.crt`` and ``tls.key``. Nothing is served or cached
+the admin plane; over TLS with ``--tls FOLDER``, which holds ``tls.crt`` and ``tls.key``. ``--after N``: others of the
+same fleet come before them, and these draw other delays. Nothing is served or cached
 here, every token is good, and a command takes as long as its replica's delay says; then its effect is there. For
 benches of the operator only.
 
 What to do comes as one JSON object a line on stdin, each answered with a line on stdout:
 
-``{"do": "mix", "slow": 0.01, "hung": 0.001, "seed": 1}``: who is slow, and who answers nothing from now on.
+``{"do": "mix", "slow": [3], "hung": []}``: who is slow, and who answers nothing from now on, by their numbers.
 ``{"do": "clear"}``: forget what was measured.
 ``{"do": "report"}``: seconds of the pause, of each replica's own calls, and what else was measured since then.
 """
@@ -41,9 +42,9 @@ STEPS = ("quiesce", "admit", "resume", "fence", "drain", "reset", "close")
 class FakeEngine:
     """The gate of one replica, as far as the operator sees it."""
 
-    def __init__(self, number: int, with_status: bool) -> None:
+    def __init__(self, number: int, with_status: bool, after: int = 0) -> None:
         self.number = number
-        self.random = random.Random(number)
+        self.random = random.Random(after + number)
         self.slow = self.hung = False
         self.state, self.epoch, self.version, self.salt = "closed", 0, None, ""
         self.term = self.command_epoch = 0
@@ -171,8 +172,9 @@ class Connection(asyncio.Protocol):
 
 
 def report(engines: list[FakeEngine]) -> dict[str, Any]:
-    """What was measured. The floor is the longest sum of a healthy replica's own calls; the bound is the sum of each
-    step's longest, for whoever may begin no step before all are done with the one before it."""
+    """What was measured: what bench/fakes.py makes one report of. The floor is the longest sum of a healthy replica's
+    own calls; the bound, the sum of each step's longest, is for whoever may begin no step before all are done with the
+    one before it."""
     moved = [each for each in engines if each.paused_at is not None and each.opened_at is not None]
     healthy = [each for each in engines if not each.hung]
     calls: dict[str, int] = {}
@@ -185,10 +187,10 @@ def report(engines: list[FakeEngine]) -> dict[str, Any]:
         "healthy": len(healthy),
         "open": sum(each.state == "open" for each in engines),
         "epochs": sorted({each.epoch for each in healthy}),
-        "window": max((e.opened_at or 0.0 for e in moved), default=0.0)
-        - min((e.paused_at or 0.0 for e in moved), default=0.0),
+        "first": min((e.paused_at or 0.0 for e in moved), default=0.0),
+        "last": max((e.opened_at or 0.0 for e in moved), default=0.0),
         "floor": max((sum(each.own.values()) for each in healthy), default=0.0),
-        "bound": sum(max(each.own.get(step, 0.0) for each in healthy) for step in STEPS),
+        "slowest": {step: max((each.own.get(step, 0.0) for each in healthy), default=0.0) for step in STEPS},
         "longest": max((each.paused for each in healthy), default=0.0),
         "beyond": max((each.paused - sum(each.own.values()) for each in healthy), default=0.0),
         "calls": calls,
@@ -196,25 +198,14 @@ def report(engines: list[FakeEngine]) -> dict[str, Any]:
     }
 
 
-def mix(engines: list[FakeEngine], slow: float, hung: float, seed: int) -> None:
-    """Decide who is slow and who hangs: exactly so many, of 10 or more replicas at least one slow one if any is."""
-    draw = random.Random(seed)
-    order = list(engines)
-    draw.shuffle(order)
-    slows, hangs = round(len(order) * slow), round(len(order) * hung)
-    for index, engine in enumerate(order):
-        engine.hung = index < hangs
-        engine.slow = hangs <= index < hangs + slows
-
-
-async def serve(first: str, count: int, with_status: bool, folder: str) -> None:
+async def serve(first: str, count: int, with_status: bool, folder: str, after: int) -> None:
     """Serve until stdin ends. ``folder``: of the certificate; empty: plain HTTP."""
     loop = asyncio.get_running_loop()
     secured = None
     if folder:
         secured = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         secured.load_cert_chain(f"{folder}/tls.crt", f"{folder}/tls.key")
-    engines = [FakeEngine(number, with_status) for number in range(count)]
+    engines = [FakeEngine(number, with_status, after) for number in range(count)]
     base = int(ipaddress.IPv4Address(first))
     for engine in engines:
         listener = socket.socket()
@@ -228,7 +219,8 @@ async def serve(first: str, count: int, with_status: bool, folder: str) -> None:
         order = json.loads(line)
         answer: dict[str, Any] = {"done": order["do"]}
         if order["do"] == "mix":
-            mix(engines, order["slow"], order["hung"], order["seed"])
+            for engine in engines:
+                engine.slow, engine.hung = engine.number in order["slow"], engine.number in order["hung"]
         elif order["do"] == "clear":
             for engine in engines:
                 engine.clear()
@@ -240,4 +232,5 @@ async def serve(first: str, count: int, with_status: bool, folder: str) -> None:
 if __name__ == "__main__":
     certificate = sys.argv[sys.argv.index("--tls") + 1] if "--tls" in sys.argv else ""
     # They share the machine's cores with what is measured, so they take as little of them as can be.
-    uvloop.run(serve(sys.argv[1], int(sys.argv[2]), "--no-status" not in sys.argv, certificate))
+    before = int(sys.argv[sys.argv.index("--after") + 1]) if "--after" in sys.argv else 0
+    uvloop.run(serve(sys.argv[1], int(sys.argv[2]), "--no-status" not in sys.argv, certificate, before))

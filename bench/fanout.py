@@ -5,8 +5,9 @@ A real API server, the operator as a process, real Pod objects, and behind each 
 delay), 0.1 % hung ones. Each change goes through the PolicyVersion. In the same run, against the same fakes with the
 same delays: a loop, one replica after the other; the plain fan-out, all replicas at once, step by step; and the same
 two steps by bare sockets on which all but the last byte was written before, which is the least that these fakes on this
-machine allow. The floor is the longest sum of a healthy replica's own calls: nothing that waits for all replicas can be faster. The bound is the
-sum of each step's longest call: nobody may be admitted before all are quiesced, so no barrier can be faster.
+machine allow. The floor is the longest sum of a healthy replica's own calls: nothing that waits for all replicas can be
+faster. The bound is the sum of each step's longest call: nobody may be admitted before all are quiesced, so no barrier
+can be faster.
 
 ``--against REVISION`` measures the operator of that commit, too, in the same run.
 
@@ -18,12 +19,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
-import random
-import select
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from bench.fakes import Fakes, bare
 
 from moontide import labels
 from tests.integration.conftest import (
@@ -58,35 +56,6 @@ MIXES = {"LAN": (0.0, 0.0), "slow 1 %": (0.01, 0.0), "slow, hung 0.1 %": (0.01, 
 COUNTED = ("policyversions", "inferencedeployments", "kvcachepools", "pods", "events")
 """Resources whose requests are counted: nobody but the operator and this program asks for them."""
 Json = dict[str, Any]
-
-
-class Fakes:
-    """The process with the fake engines."""
-
-    def __init__(self, count: int, with_status: bool) -> None:
-        self.first = f"127.{random.randint(200, 250)}.0.1"
-        command = [sys.executable, "-m", "bench.fake_engines", self.first, str(count)]
-        command += [] if with_status else ["--no-status"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}
-        )
-        assert self._process.stdout is not None
-        assert json.loads(self._process.stdout.readline()) == {"ready": count}
-        self.addresses = [str(ipaddress.IPv4Address(self.first) + number) for number in range(count)]
-
-    def __call__(self, do: str, **more: object) -> Json:
-        """One order, and its answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
-        self._process.stdin.flush()
-        answer: Json = json.loads(self._process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
 
 
 class Site:
@@ -310,7 +279,7 @@ async def by_hand(fakes: Fakes, epoch: int, *, loop: bool) -> Json:
 async def measure(site: Site, fakes: Fakes, tree: Path, options: argparse.Namespace) -> dict[str, list[Json]]:
     """All changes of one fleet with the operator of ``tree``: rows by mix and strategy."""
     rows: dict[str, list[Json]] = {}
-    fakes("mix", slow=0, hung=0, seed=options.seed)
+    fakes.mix(0, 0, options.seed)
     with site.operator(tree) as operator:
         async with site.watched():
             number = 1
@@ -323,55 +292,14 @@ async def measure(site: Site, fakes: Fakes, tree: Path, options: argparse.Namesp
                     continue
                 for strategy in ("Barrier", "Fence"):
                     for _ in range(1 if hung else options.bumps):
-                        fakes("mix", slow=slow, hung=hung, seed=options.seed)
+                        fakes.mix(slow, hung, options.seed)
                         number += 1
                         row = await bump(site, fakes, operator.pid, str(number), strategy, 900)
                         rows.setdefault(f"{mix}/{strategy}", []).append(row)
                         if hung:
-                            fakes("mix", slow=slow, hung=0, seed=options.seed)
+                            fakes.mix(slow, 0, options.seed)
                             await asyncio.sleep(8.0)
     return rows
-
-
-def bare(fakes: Fakes, epoch: int) -> Json:
-    """A barrier's two calls by plain sockets: connected, written but for the last byte, and no answer is looked into.
-    No client in Python does it in less, and what it takes beyond the bound are the fakes and the kernel."""
-    sockets = {}
-    for address in fakes.addresses:
-        one = socket.create_connection((address, 8001))
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sockets[one.fileno()] = one
-    poll = select.epoll()
-    for number in sockets:
-        poll.register(number, select.EPOLLIN)
-    common = {"term": 0, "epoch": epoch, "bootId": "x"}
-    pause = {"mode": "keep", "requestsDuringBarrier": "Queue", "ttlSeconds": 60, "timeoutSeconds": 3}
-    requests = []
-    for step, more in (("quiesce", pause), ("admit", {"version": "x", "salt": f"x/{epoch}", "resume": True})):
-        data = json.dumps({**common, **more}).encode()
-        head = f"POST /moontide/v1/{step} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
-        requests.append(head + data)
-    fakes("clear")
-    begun, last = b"", b""
-    for number, request in enumerate([*requests, b""]):
-        last, begun = begun[-1:], request
-        for one in sockets.values():
-            one.send(last + request[:-1])
-        if not number:
-            # Nobody is paused yet.
-            time.sleep(0.2)
-            continue
-        left, heard = len(sockets), dict.fromkeys(sockets, b"")
-        while left:
-            for file, _ in poll.poll():
-                heard[file] += sockets[file].recv(65536)
-                head, mark, body = heard[file].partition(b"\r\n\r\n")
-                if mark and len(body) >= int(head.rpartition(b"content-length: ")[2]):
-                    left -= 1
-    poll.close()
-    for one in sockets.values():
-        one.close()
-    return fakes("report")
 
 
 def median(rows: list[Json], key: str) -> float:
@@ -432,7 +360,7 @@ async def run(kubectl: Kubectl, tools: Path, folder: Path, options: argparse.Nam
                 arms: dict[str, dict[str, list[Json]]] = {}
                 hands: dict[str, Json] = {}
                 for name, tree in options.trees.items():
-                    fakes = Fakes(size, with_status=name == "now")
+                    fakes = Fakes(size, name == "now", options.spread)
                     try:
                         await site.fleet(fakes.addresses)
                         arms[name] = await measure(site, fakes, tree, options)
@@ -441,7 +369,7 @@ async def run(kubectl: Kubectl, tools: Path, folder: Path, options: argparse.Nam
                                 slow, hung = MIXES[mix]
                                 if f"{mix}/Barrier" not in arms[name]:
                                     continue
-                                fakes("mix", slow=slow, hung=hung, seed=options.seed)
+                                fakes.mix(slow, hung, options.seed)
                                 hands[f"{mix}/all at once"] = await by_hand(fakes, 10**6, loop=False)
                                 if not hung:
                                     tries = [bare(fakes, 10**6 + more) for more in (2, 3, 4)]
@@ -479,6 +407,7 @@ def main() -> int:
     parser.add_argument("--bumps", type=int, default=3, help="changes of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--against", metavar="REVISION")
+    parser.add_argument("--spread", type=int, default=1, help="processes of fake engines (default: %(default)s)")
     parser.add_argument(
         "--loop-up-to", type=int, default=2000, help="largest fleet for the loop (default: %(default)s)"
     )
