@@ -34,6 +34,7 @@ BENCHES = (
     Bench(
         "fanout", "the pause of 2 to 2,000 replicas (fake engines)", 25, short=("--sizes", "2", "64", "--bumps", "1")
     ),
+    Bench("pause_calls", "a pause by its calls alone (fake engines)", 3, short=("--sizes", "2", "64", "--bumps", "3")),
     Bench(
         "real",
         "pause, hit rate, time to first token by strategy (real engines)",

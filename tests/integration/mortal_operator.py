@@ -3,7 +3,8 @@
 This process forks the operator, and forks the next one when that has ended and ``FOLDER/next`` exists: a container that
 restarts in place, without the seconds that imports take. While ``FOLDER/kill`` does not exist, the operator is the
 ordinary one, and tells ``FOLDER/effects`` (one JSON object a line) of each action and each write of a PolicyVersion's
-status before it begins and when it is done. ``FOLDER/services`` has the address of every Service: no DNS runs here.
+status before it begins and when it is done. A write may be of several statuses, the newest of which is written: it is
+the write of each of them. ``FOLDER/services`` has the address of every Service: no DNS runs here.
 """
 
 from __future__ import annotations
@@ -69,8 +70,11 @@ class Reaper:
         self._modules = folder / "modules"
         self._effects = os.open(folder / "effects", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._generation: contextvars.ContextVar[int] = contextvars.ContextVar("generation", default=0)
-        self._writes: contextvars.ContextVar[list[tuple[object, str]]] = contextvars.ContextVar("writes")
+        self._unwritten: dict[str, list[tuple[object, str]]] = {}
+        """By policy: the statuses that are to be written, each made of the one before it, and their effects."""
+        self._policy: contextvars.ContextVar[str] = contextvars.ContextVar("policy")
         self._begun: set[str] = set()
+        self._completed: set[str] = set()
 
     def say(self, when: str, effect: str, **more: object) -> None:
         said = {"at": time.monotonic(), "pid": os.getpid(), "when": when, "effect": effect, **more}
@@ -93,30 +97,55 @@ class Reaper:
     def install(self) -> None:
         """Wrap what has effects."""
         plan, record = protocol.plan, protocol.record
-        perform, apply = policyversion.perform, Kube.apply_policy_status
+        perform, begin, apply = policyversion.perform, policyversion.begin, Kube.apply_policy_status
 
         def named_plan(spec: Any, generation: int, status: Any, observed: Any) -> Plan:
             self._generation.set(generation)
+            self._policy.set(observed.policy_uid)
             made = plan(spec, generation, status, observed)
-            self._writes.set([(made.status, write_of(status, made))])
+            unwritten = self._unwritten.setdefault(observed.policy_uid, [])
+            if all(earlier is not status for earlier, _ in unwritten):
+                # It was read. What was not written before is lost.
+                unwritten.clear()
+            if made.status != status:
+                unwritten.append((made.status, write_of(status, made)))
             return made
 
         def named_record(status: Any, results: Any, now: Any) -> PolicyVersionStatus:
             made = record(status, results, now)
-            self._writes.get().append((made, record_of([result.action for result in results])))
+            if made != status:
+                effect = record_of([result.action for result in results])
+                self._unwritten[self._policy.get()].append((made, effect))
             return made
 
         async def mortal_apply(kube: Any, namespace: str, name: str, status: Any, uid: str | None = None) -> bool:
-            effect = next(effect for written, effect in self._writes.get() if written is status)
-            when = self.armed(effect)
-            self.say(BEFORE, effect, of=name, epoch=status.epoch)
-            if when == BEFORE:
+            assert uid is not None
+            unwritten = self._unwritten[uid]
+            count = next(index for index, (each, _) in enumerate(unwritten, 1) if each is status)
+            effects = [effect for _, effect in unwritten[:count]]
+            del unwritten[:count]
+            dies = {self.armed(effect) for effect in effects}
+            for effect in effects:
+                self.say(BEFORE, effect, of=name, epoch=status.epoch)
+            if BEFORE in dies:
                 self.die()
             written = await apply(kube, namespace, name, status, uid)
-            self.say(AFTER, effect, of=name, epoch=status.epoch)
-            if when == AFTER:
+            for effect in effects:
+                self.say(AFTER, effect, of=name, epoch=status.epoch)
+            if AFTER in dies:
                 self.die()
             return written
+
+        def mortal_begin(http: Any, action: Any, token: Any, term: int) -> None:
+            effect = protocol.step_of(action).value
+            when = self.armed(effect)
+            if when == BEFORE:
+                self.say(BEFORE, effect, of=protocol.name_of(action))
+                self.die()
+            if when == FIRST and effect in self._completed:
+                return
+            self._completed.add(effect)
+            begin(http, action, token, term)
 
         async def mortal_perform(ctx: Any, action: Action) -> Result:
             effect = protocol.step_of(action).value
@@ -142,7 +171,7 @@ class Reaper:
 
         socket.getaddrinfo = resolve_services
         protocol.plan, protocol.record = named_plan, named_record
-        policyversion.perform = mortal_perform
+        policyversion.perform, policyversion.begin = mortal_perform, mortal_begin
         Kube.apply_policy_status = mortal_apply  # type: ignore[method-assign]
 
 
