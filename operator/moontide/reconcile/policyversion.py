@@ -134,7 +134,9 @@ async def _act(
             return result
 
     _prepare(ctx, actions, ahead)
-    results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS, ctx.http.together())
+    # A fence is held back for nobody: its engine waits for no other.
+    together = ctx.http.together() if ahead else None
+    results: list[Result] = await impatient(actions, one, substitute, PATIENCE_SECONDS, together)
     this.count(results)
     return results, began
 
