@@ -276,6 +276,11 @@ async def by_hand(fakes: Fakes, epoch: int, *, loop: bool) -> Json:
     return fakes("report")
 
 
+def hears_status(tree: Path) -> bool:
+    """Whether the plugin of that time sent a status with its answers: its operator reads it."""
+    return "def _said(" in (tree / "operator" / "moontide" / "engines" / "client.py").read_text()
+
+
 async def measure(site: Site, fakes: Fakes, tree: Path, options: argparse.Namespace) -> dict[str, list[Json]]:
     """All changes of one fleet with the operator of ``tree``: rows by mix and strategy."""
     rows: dict[str, list[Json]] = {}
@@ -360,7 +365,7 @@ async def run(kubectl: Kubectl, tools: Path, folder: Path, options: argparse.Nam
                 arms: dict[str, dict[str, list[Json]]] = {}
                 hands: dict[str, Json] = {}
                 for name, tree in options.trees.items():
-                    fakes = Fakes(size, name == "now", options.spread)
+                    fakes = Fakes(size, hears_status(tree), options.spread)
                     try:
                         await site.fleet(fakes.addresses)
                         arms[name] = await measure(site, fakes, tree, options)
