@@ -11,7 +11,7 @@ import asyncio
 import errno
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -207,7 +207,8 @@ def _call(command: Command, term: int) -> tuple[str, dict[str, Any]] | None:
 
 def prepare(http: Session, commands: Sequence[Command], token: Token, term: int) -> None:
     """Send the engine of ``commands`` what it will probably be told, one after the other, but for the last byte of each
-    (see :meth:`moontide.engines.wire.Session.prepare`). It does none of it before :func:`send` is called with it."""
+    (see :meth:`moontide.engines.wire.Session.prepare`). It does none of it before :func:`send` is called with it, which
+    also says why something cannot be sent."""
     first = token if isinstance(token, str) else token[0]
     requests = []
     for command in commands:
@@ -216,7 +217,8 @@ def prepare(http: Session, commands: Sequence[Command], token: Token, term: int)
             return
         data = to_json(call[1])
         requests.append(Request("POST", call[0], _headers(first, data), data))
-    http.prepare(*requests, server_name=commands[0].replica.server_name)
+    with suppress(OSError, ValueError):
+        http.prepare(*requests, server_name=commands[0].replica.server_name)
 
 
 def begin(http: Session, command: Command, token: Token, term: int) -> None:
@@ -225,7 +227,8 @@ def begin(http: Session, command: Command, token: Token, term: int) -> None:
     if call is not None:
         data = to_json(call[1])
         first = token if isinstance(token, str) else token[0]
-        http.begin(Request("POST", call[0], _headers(first, data), data), command.replica.server_name)
+        with suppress(OSError, ValueError):
+            http.begin(Request("POST", call[0], _headers(first, data), data), command.replica.server_name)
 
 
 async def send(http: Session, command: Command, token: Token, term: int) -> Result:

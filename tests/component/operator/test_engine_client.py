@@ -21,12 +21,14 @@ import pytest
 
 from moontide.engines.client import (
     Unanswered,
+    begin,
     collect,
     engine_status,
     fan_out,
     fetch,
     impatient,
     new_http_client,
+    prepare,
     refuse_own_fault,
     send,
     wipe,
@@ -185,6 +187,18 @@ async def test_what_an_engine_says_with_its_answer_is_its_status() -> None:
     assert (found.state, found.boot_id) == ("paused", "b1")
     for odd in ({"success": True}, {"success": True, "status": {"state": "paused"}}, {**told, "success": False}):
         assert (await sent(json.dumps(odd).encode())).status is None
+
+
+@pytest.mark.parametrize("wrong", ["address", "token"])
+async def test_what_cannot_be_sent_ahead_is_said_when_it_is_sent(wrong: str) -> None:
+    address = "https://[:8001" if wrong == "address" else "127.0.0.1:1"
+    token = "line\nbreak" if wrong == "token" else "secret"
+    async with new_http_client() as http:
+        prepare(http, (command(address), command(address)), token, 7)
+        begin(http, command(address), token, 7)
+        result = await send(http, command(address), token, 7)
+    assert not result.success
+    assert "ValueError" in result.message
 
 
 async def test_nobody_listening_is_a_reason() -> None:
