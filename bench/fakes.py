@@ -12,10 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from bench.fake_engines import PORT
 
 ROOT = Path(__file__).resolve().parents[1]
 Json = dict[str, Any]
+ANSWER_SECONDS = 30.0
+"""For the next answer of any fake."""
 
 
 class Fakes:
@@ -102,7 +106,7 @@ def bare(fakes: Fakes, epoch: int) -> Json:
     No client in Python does it in less, and what it takes beyond the bound are the fakes and the kernel."""
     sockets = {}
     for address in fakes.addresses:
-        one = socket.create_connection((address, 8001))
+        one = socket.create_connection((address, PORT))
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sockets[one.fileno()] = one
     poll = select.epoll()
@@ -127,12 +131,18 @@ def bare(fakes: Fakes, epoch: int) -> Json:
             continue
         left, heard = len(sockets), dict.fromkeys(sockets, b"")
         while left:
-            for file, _ in poll.poll():
-                heard[file] += sockets[file].recv(65536)
+            for file, _ in poll.poll(ANSWER_SECONDS) or _silent(left):
+                heard[file] += sockets[file].recv(65536) or _silent(left)
                 head, mark, body = heard[file].partition(b"\r\n\r\n")
                 if mark and len(body) >= int(head.rpartition(b"content-length: ")[2]):
                     left -= 1
     poll.close()
     for one in sockets.values():
         one.close()
-    return fakes("report")
+    found = fakes("report")
+    assert (found["open"], found["moved"]) == (len(sockets), len(sockets)), found
+    return found
+
+
+def _silent(left: int) -> NoReturn:
+    raise AssertionError(f"{left} fakes have not answered within {ANSWER_SECONDS:g} s, or have closed")

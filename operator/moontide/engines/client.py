@@ -205,30 +205,31 @@ def _call(command: Command, term: int) -> tuple[str, dict[str, Any]] | None:
     return f"{base_url(command.replica.address)}/moontide/v1/{command.step.value}", body
 
 
+def _request(command: Command, token: Token, term: int) -> Request | None:
+    """What :func:`send` asks first."""
+    call = _call(command, term)
+    if call is None:
+        return None
+    data = to_json(call[1])
+    return Request("POST", call[0], _headers(token if isinstance(token, str) else token[0], data), data)
+
+
 def prepare(http: Session, commands: Sequence[Command], token: Token, term: int) -> None:
     """Send the engine of ``commands`` what it will probably be told, one after the other, but for the last byte of each
     (see :meth:`moontide.engines.wire.Session.prepare`). It does none of it before :func:`send` is called with it, which
     also says why something cannot be sent."""
-    first = token if isinstance(token, str) else token[0]
-    requests = []
-    for command in commands:
-        call = _call(command, term)
-        if call is None:
-            return
-        data = to_json(call[1])
-        requests.append(Request("POST", call[0], _headers(first, data), data))
-    with suppress(OSError, ValueError):
-        http.prepare(*requests, server_name=commands[0].replica.server_name)
+    requests = [request for each in commands if (request := _request(each, token, term)) is not None]
+    if len(requests) == len(commands):
+        with suppress(OSError, ValueError):
+            http.prepare(*requests, server_name=commands[0].replica.server_name)
 
 
 def begin(http: Session, command: Command, token: Token, term: int) -> None:
     """Have the engine do ``command`` at once, if it was prepared; :func:`send` has to follow, with the same."""
-    call = _call(command, term)
-    if call is not None:
-        data = to_json(call[1])
-        first = token if isinstance(token, str) else token[0]
+    request = _request(command, token, term)
+    if request is not None:
         with suppress(OSError, ValueError):
-            http.begin(Request("POST", call[0], _headers(first, data), data), command.replica.server_name)
+            http.begin(request, command.replica.server_name)
 
 
 async def send(http: Session, command: Command, token: Token, term: int) -> Result:

@@ -301,15 +301,16 @@ class Session:
         place = _place(url)
         request = _request(method, place, headers, body)
         key = self._key(place, server_name)
-        begun = self._begun.pop((key, request), None)
-        kept = begun[0] if begun is not None else self._ready(key, request) or self._kept(key)
+        kept, waiter = self._begun.pop((key, request), (None, None))
+        if kept is None:
+            kept = self._ready(key, request) or self._kept(key)
         if kept is None and key in self._prepared:
             # One connection is enough for a peer, and this is closed before the next one opens.
             self._give_up(key)
             await asyncio.sleep(0)
         if kept is not None:
             try:
-                return await self._use(kept, key, request, begun)
+                return await self._use(kept, key, request, waiter)
             except ConnectionError:
                 if not kept.untouched:
                     raise
@@ -320,11 +321,10 @@ class Session:
         connection: _Connection,
         key: _Key,
         request: bytes,
-        begun: tuple[_Connection, asyncio.Future[Answer]] | None = None,
+        waiter: asyncio.Future[Answer] | None = None,
     ) -> Answer:
-        if begun is not None:
-            waiter = begun[1]
-        else:
+        """``waiter``: for the answer, where the request was sent already."""
+        if waiter is None:
             waiter = connection.complete() if connection.prepared else connection.hold(request)
             if self._together:
                 self._held.append(connection)

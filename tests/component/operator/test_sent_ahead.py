@@ -4,20 +4,18 @@ it is complete, and a change of policy goes by it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from moontide.engines.client import EngineStatus, begin, engine_status, new_http_client, prepare, send
 from moontide.engines.wire import Request, Session
 from moontide.planning.model import Command, Replica, Step
 from moontide.reconcile import policyversion
-from tests.component.engine.enginekit import PATIENCE
+from tests.component.operator.served import serving, until
 from tests.unit.operator.doubles import TOKENS, Cluster, Engine
 
 UID = "uid-rl-chat"
@@ -26,38 +24,19 @@ SERVERS = ["httptools", "h11"]
 """The two that uvicorn has for HTTP/1.1."""
 
 
-@asynccontextmanager
-async def serving(engine: Engine, http: str) -> AsyncIterator[str]:
-    """The address of the engine's admin plane."""
-    config = uvicorn.Config(engine.app, host="127.0.0.1", port=0, log_level="error", lifespan="off", http=http)  # type: ignore[arg-type]
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    try:
-        yield f"127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
 async def opened(http: Session, engine: Engine, address: str) -> Replica:
     """The engine serves in epoch 1."""
-    replica = Replica("r", "pod-uid", UID, address, "c1", True)
-    for step, body in ((Step.ADMIT, {"version": "7", "salt": "p/1", "resume": True}), (None, None)):
-        status = await engine_status(http, address, TOKEN)
-        assert isinstance(status, EngineStatus)
-        replica = replace(replica, status=status)
-        if step is not None:
-            assert (await send(http, Command(step, replica, 1, body or {}), TOKEN, 1)).success
+    closed = await looked_at(http, address)
+    admit = Command(Step.ADMIT, closed, 1, {"version": "7", "salt": "p/1", "resume": True})
+    assert (await send(http, admit, TOKEN, 1)).success
     assert engine.state == ("open", 1)
-    return replica
+    return await looked_at(http, address)
+
+
+async def looked_at(http: Session, address: str) -> Replica:
+    status = await engine_status(http, address, TOKEN)
+    assert isinstance(status, EngineStatus)
+    return Replica("r", "pod-uid", UID, address, "c1", True, status=status)
 
 
 def barrier(replica: Replica, epoch: int) -> tuple[Command, Command]:
@@ -69,8 +48,8 @@ def barrier(replica: Replica, epoch: int) -> tuple[Command, Command]:
 @pytest.mark.parametrize("server", SERVERS)
 async def test_an_engine_does_nothing_of_what_is_sent_ahead_until_it_is_complete(tmp_path: Path, server: str) -> None:
     engine = Engine(tmp_path, "a", TOKEN, key_namespace=UID)
-    async with serving(engine, server) as address, new_http_client() as http:
-        replica = await opened(http, engine, address)
+    async with serving(engine, server) as port, new_http_client() as http:
+        replica = await opened(http, engine, f"127.0.0.1:{port}")
         quiesce, admit = barrier(replica, 2)
         prepare(http, (quiesce, admit), TOKEN, 1)
         await asyncio.sleep(0.2)
@@ -93,13 +72,14 @@ async def test_an_operator_that_ends_in_between_has_told_no_more_than_it_complet
 ) -> None:
     """Its connections close with a request begun and not ended. The engine obeys the next operator."""
     engine = Engine(tmp_path, "a", TOKEN, key_namespace=UID)
-    async with serving(engine, server) as address:
+    async with serving(engine, server) as port:
         async with new_http_client() as http:
-            replica = await opened(http, engine, address)
+            replica = await opened(http, engine, f"127.0.0.1:{port}")
             quiesce, admit = barrier(replica, 2)
             prepare(http, (quiesce, admit), TOKEN, 1)
             if quiesced:
                 assert (await send(http, quiesce, TOKEN, 1)).success
+            assert len(http._prepared) == 1
         await asyncio.sleep(0.2)
         assert engine.state == ("paused" if quiesced else "open", 1)
         async with new_http_client() as http:
@@ -119,13 +99,13 @@ class World(Cluster):
 
     async def start(self, stack: AsyncExitStack, server: str) -> None:
         """All serve in their first epoch."""
-        addresses = []
+        urls = []
         for number in range(8):
             engine = Engine(self.folder, f"boot-{number}", TOKEN, key_namespace=UID)
             self.engines.append(engine)
-            addresses.append(await stack.enter_async_context(serving(engine, server)))
+            urls.append(f"http://127.0.0.1:{await stack.enter_async_context(serving(engine, server))}")
         self.kube.put("PolicyVersion", "rl", "policy", {"version": 7, "weights": "Unchecked"})
-        spec = {"endpoints": {"urls": [f"http://{each}" for each in addresses]}, "policyRef": {"name": "policy"}}
+        spec = {"endpoints": {"urls": urls}, "policyRef": {"name": "policy"}}
         self.kube.put("InferenceDeployment", "rl", "chat", spec)
         for _ in range(3):
             await self.run()

@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import uvicorn
-
 from moontide.engines.client import EngineStatus, Unanswered, engine_status, new_http_client
 from moontide.reconcile import inferencedeployment, policyversion
 from tests.component.operator import rotating
 from tests.component.operator.rotating import LAGS, OVERLAP_SECONDS
+from tests.component.operator.served import serving
 from tests.unit.operator.doubles import TOKENS, Engine
 
 UID = "uid-rl-chat"
@@ -77,23 +76,17 @@ class World(rotating.World):
 
 
 @asynccontextmanager
-async def serving(world: World, boot: str) -> AsyncIterator[None]:
+async def joined(world: World, boot: str) -> AsyncIterator[None]:
+    """An engine of the fleet."""
     engine = Engine(world.folder, boot, TOKENS.derive(UID), key_namespace=UID)
-    server = uvicorn.Server(uvicorn.Config(engine.app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    world.engines[server.servers[0].sockets[0].getsockname()[1]] = engine
-    try:
+    async with serving(engine) as port:
+        world.engines[port] = engine
         yield
-    finally:
-        server.should_exit = True
-        await task
 
 
 async def test_no_request_fails_while_the_token_is_rotated_under_load(tmp_path: Path) -> None:
     world = World(tmp_path)
-    async with world.client, serving(world, "a"), serving(world, "b"), serving(world, "c"):
+    async with world.client, joined(world, "a"), joined(world, "b"), joined(world, "c"):
         world.fleet()
         boots = [engine.gate.boot_id for engine in world.engines.values()]
         await world.rotate_twice(

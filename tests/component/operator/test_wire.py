@@ -15,6 +15,7 @@ from moontide.engines import wire
 from moontide.engines.tls import Trust
 from moontide.engines.wire import Disconnected, Malformed, Request, Session
 from tests.component.engine.enginekit import PATIENCE
+from tests.component.operator.served import until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -366,12 +367,6 @@ class Tap:
 async def settle() -> None:
     """Time for what should not come."""
     await asyncio.sleep(0.05)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(name="tap")
