@@ -8,11 +8,14 @@ transfer may still write to is set aside. A load's end is bounded by us, a save'
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,25 +47,53 @@ def default_environment(env: MutableMapping[str, str]) -> None:
         env.setdefault(name, value)
 
 
-@dataclass
+@dataclass(eq=False)
+class _Job:
+    """One call on the client, in a thread that is not the caller's: nobody can interrupt it."""
+
+    get: Get
+    keys: Sequence[str]
+    staged: Buffers
+    sizes: Buffers
+    answer: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    """Gets one item as the call ends, if somebody still waits for it."""
+    ended: bool = False
+    codes: Codes | None = None
+    error: BaseException | None = None
+    lost: bool = False
+
+
+@dataclass(eq=False)
 class Slot:
-    """Memory that loads land in."""
+    """Memory that loads land in, and what is to be loaded there: a thread of its own takes that, one after another."""
 
     memory: mmap.mmap
     address: int
     busy: bool = False
     free_at: float = 0.0
+    jobs: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
 
 
-@dataclass
-class _Job:
-    """One call on the client, in a thread of its own: nobody can interrupt it."""
+def _serve(slot: Slot, lock: threading.Lock) -> None:
+    """Do what is put into a slot's queue until None is. Between jobs it keeps no client alive."""
+    while (job := slot.jobs.get()) is not None:
+        try:
+            job.codes = list(job.get(job.keys, job.staged, job.sizes))
+        except BaseException as error:
+            job.error = error
+        with lock:
+            job.ended = True
+            if job.lost:
+                slot.free_at = time.monotonic() + SET_ASIDE_SECONDS
+                slot.busy = False
+            else:
+                job.answer.put(None)
+        del job
 
-    slot: Slot
-    done: threading.Event = field(default_factory=threading.Event)
-    codes: Codes | None = None
-    error: BaseException | None = None
-    lost: bool = False
+
+def _end(slots: list[Slot]) -> None:
+    for slot in slots:
+        slot.jobs.put(None)
 
 
 class StagedLoads:
@@ -73,6 +104,7 @@ class StagedLoads:
         self._seconds = seconds
         self._slots: list[Slot] = []
         self._lock = threading.Lock()
+        weakref.finalize(self, _end, self._slots)
 
     @property
     def lost(self) -> int:
@@ -104,11 +136,12 @@ class StagedLoads:
                 here.append(offset)
                 offset += size
             staged.append(here)
-        job = _Job(slot)
-        threading.Thread(target=self._run, args=(job, keys, staged, sizes), daemon=True, name="moontide-load").start()
-        job.done.wait(max(deadline - time.monotonic(), 0.0))
+        job = _Job(self._get, keys, staged, sizes)
+        slot.jobs.put(job)
+        with contextlib.suppress(queue.Empty):
+            job.answer.get(timeout=max(deadline - time.monotonic(), 0.0))
         with self._lock:
-            job.lost = not job.done.is_set()
+            job.lost = not job.ended
         if job.lost:
             log("load-lost", keys=len(keys), first=keys[0], seconds=self._seconds)
             return failed
@@ -124,17 +157,6 @@ class StagedLoads:
         finally:
             slot.busy = False
 
-    def _run(self, job: _Job, keys: Sequence[str], staged: Buffers, sizes: Buffers) -> None:
-        try:
-            job.codes = list(self._get(keys, staged, sizes))
-        except BaseException as error:
-            job.error = error
-        with self._lock:
-            job.done.set()
-            if job.lost:
-                job.slot.free_at = time.monotonic() + SET_ASIDE_SECONDS
-                job.slot.busy = False
-
     def _take(self, size: int) -> Slot | None:
         now = time.monotonic()
         with self._lock:
@@ -147,6 +169,8 @@ class StagedLoads:
             memory = mmap.mmap(-1, max(size, CHUNK_BYTES))
             # Not registered with the client: TCP needs that only where others read and write.
             slot = Slot(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)), busy=True)
+            # Kept for the loads that follow: to start one for each cost more than the rest of a small load.
+            threading.Thread(target=_serve, args=(slot, self._lock), daemon=True, name="moontide-load").start()
             self._slots.append(slot)
         return slot
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -63,15 +65,34 @@ def test_a_load_that_is_lost_never_reaches_the_blocks(monkeypatch: pytest.Monkey
     assert loads.load(blocks.keys, blocks.addresses, blocks.sizes) == lost
     assert len(calls) == 2
     release.set()
-    for thread in threading.enumerate():
-        if thread.name == "moontide-load":
-            thread.join(30)
+    patience = time.monotonic() + 30
+    while loads.lost < 2 and time.monotonic() < patience:
+        time.sleep(0.01)
     assert loads.lost == 2
     assert blocks.memory.raw == b"." * SIZE * 2
     assert loads.load(blocks.keys, blocks.addresses, blocks.sizes) == lost
     monkeypatch.setattr(transfers, "MAX_SLOTS", 3)
     assert loads.load(blocks.keys, blocks.addresses, blocks.sizes) == [SIZE] * 2
     assert blocks.memory.raw == b"x" * SIZE * 2
+
+
+def test_the_loads_of_a_client_share_a_thread_which_ends_with_it() -> None:
+    threads = set()
+
+    class Client:
+        def batch_get_into_multi_buffers(self, keys: Sequence[str], *more: object) -> list[int]:
+            threads.add(threading.current_thread())
+            return [SIZE] * len(keys)
+
+    blocks, client = Blocks(1), bounded(Client, 5, staged=True)()
+    for _ in range(3):
+        assert client.batch_get_into_multi_buffers(blocks.keys, blocks.addresses, blocks.sizes) == [SIZE]
+    (thread,) = threads
+    assert thread is not threading.current_thread()
+    del client
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_an_error_of_the_client_is_the_callers() -> None:
