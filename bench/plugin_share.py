@@ -1,16 +1,19 @@
 """What the whole plugin costs an engine that computes: requests a second with it over without it, in turn in one run.
 
     python3 -m bench.plugin_share                     # vLLM 0.32.0 on the CPU, about 4 minutes
+    .venv/bin/python -m bench.plugin_share --against REVISION      # the plugin of that commit, too, in the same run
 
 Real vLLM with the tiny model, real Mooncake master, store client, saves, lookups and loads; offline, so that there is
-no HTTP to hide behind. Both arms are processes that live at the same time, with keys of their own, and take turns, a
-round each. A round is 2 x 48 requests that share prefixes, 48 tokens each: computed and saved, then once more after the
-local cache was emptied, so that they load from the store. ``bench.plugin_cost`` has the scheduler's part alone.
+no HTTP to hide behind. All arms are processes that live at the same time, with keys of their own, and take turns, a
+round each; whose turn is first changes. A round is 2 x 48 requests that share prefixes, 48 tokens each: computed and
+saved, then once more after the local cache was emptied, so that they load from the store. ``bench.plugin_cost`` has the
+scheduler's part alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -25,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUESTS, TOKENS, HEADS, VOCABULARY = 48, 48, 6, 500
+LOOKUP_PORT = 18190
 Row = dict[str, Any]
 
 
@@ -42,8 +46,8 @@ def prompts(seed: int) -> list[list[int]]:
     return [source.choice(heads) + text(source.randrange(16, 160)) for _ in range(REQUESTS)]
 
 
-def be_arm(model: str, patched: bool, left_out: list[str]) -> None:
-    """Answer rounds until the input ends. ``left_out`` are patches that the patched arm does without."""
+def be_arm(model: str, arm: str, patched: bool, port: int, left_out: list[str]) -> None:
+    """Answer rounds until the input ends. ``left_out`` are patches that a patched arm does without."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if left_out:
@@ -52,7 +56,6 @@ def be_arm(model: str, patched: bool, left_out: list[str]) -> None:
         plugin.PATCHES = patches.Registry(patch for patch in plugin.PATCHES.patches if patch.name not in left_out)
     from vllm import LLM, SamplingParams
 
-    arm = "on" if patched else "off"
     llm = LLM(
         model=model,
         dtype="float32",
@@ -64,7 +67,7 @@ def be_arm(model: str, patched: bool, left_out: list[str]) -> None:
             "kv_connector": "MooncakeStoreConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"lookup_rpc_port": 18190 + patched, "cache_prefix": f"share-{arm}"},
+            "kv_connector_extra_config": {"lookup_rpc_port": port, "cache_prefix": f"share-{arm}"},
         },
     )
     core: Any = llm.llm_engine.engine_core.engine_core
@@ -119,12 +122,13 @@ def be_arm(model: str, patched: bool, left_out: list[str]) -> None:
 class Arm:
     """A process with one of them."""
 
-    def __init__(self, python: Path, model: Path, patched: bool, folder: Path, left_out: list[str]) -> None:
-        scratch = folder / ("on" if patched else "off")
+    def __init__(self, python: Path, name: str, tree: Path | None, folder: Path, left_out: list[str]) -> None:
+        """``tree``: the sources whose plugin it has; None: none."""
+        scratch = folder / name
         scratch.mkdir()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("MOONTIDE_", "VLLM_"))}
         environment |= {
-            "PYTHONPATH": str(ROOT / "engine_patches"),
+            "PYTHONPATH": str((tree or ROOT) / "engine_patches"),
             "PYTHONHASHSEED": "0",
             "TMPDIR": str(scratch),
             "MOONCAKE_CONFIG_PATH": str(folder / "mooncake.json"),
@@ -138,12 +142,16 @@ class Arm:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        if patched:
+        if tree is not None:
             environment["MOONTIDE_ENABLED"] = "1"
-        self._log = folder / f"{scratch.name}.log"
+        port = str(LOOKUP_PORT + len(list(folder.glob("*.log"))))
+        self._log = folder / f"{name}.log"
         with self._log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [str(python), str(Path(__file__).resolve()), "--arm", str(model), scratch.name, *left_out],
+                [
+                    *(str(python), str(Path(__file__).resolve()), "--arm", str(folder / "tiny")),
+                    *(name, "patched" if tree is not None else "stock", port, *left_out),
+                ],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -204,50 +212,47 @@ def master(python: Path, folder: Path) -> subprocess.Popen[bytes]:
     raise RuntimeError((folder / "master.log").read_text(errors="replace")[-2000:])
 
 
-def main() -> int:
-    """Command line."""
-    if sys.argv[1:2] == ["--arm"]:
-        be_arm(sys.argv[2], sys.argv[3] == "on", sys.argv[4:])
-        return 0
-    from hack.setup.steps import engine_python
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, help="pairs of processes, one after another (default 2)")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of each pair (default 12)")
-    parser.add_argument("--without", action="append", default=[], help="without this patch; may be repeated")
-    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "plugin-share.json")
-    options = parser.parse_args()
-    python = engine_python()
-    pairs: list[tuple[Row, Row]] = []
+def take_turns(python: Path, trees: dict[str, Path | None], options: argparse.Namespace) -> list[dict[str, Row]]:
+    """Rows of the rounds, by arm. ``trees``: the arms, and the sources whose plugin each has."""
+    found: list[dict[str, Row]] = []
     for pair in range(options.processes):
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             maker = ROOT / "hack" / "tinymodels" / "make.py"
             subprocess.run([str(python), str(maker), str(folder / "tiny"), "1"], check=True, capture_output=True)
             store = master(python, folder)
-            arms: list[Arm] = []
+            arms: dict[str, Arm] = {}
             try:
-                for patched in (False, True):
-                    arms.append(Arm(python, folder / "tiny", patched, folder, options.without))
-                for arm in arms:
+                for name, tree in trees.items():
+                    arms[name] = Arm(python, name, tree, folder, options.without)
+                for arm in arms.values():
                     arm.read()
                 for number in range(-1, options.rounds):
-                    seed = 1 + pair * (options.rounds + 1) + number
-                    rows = {which: arms[which].round(seed) for which in ((0, 1) if number % 2 else (1, 0))}
+                    turn = number % len(arms)
+                    order = [*arms][turn:] + [*arms][:turn]
+                    rows = {name: arms[name].round(1 + pair * (options.rounds + 1) + number) for name in order}
                     # The first round warms up.
                     if number >= 0:
-                        pairs.append((rows[0], rows[1]))
+                        found.append(rows)
             finally:
-                for arm in arms:
+                for arm in arms.values():
                     arm.end()
                 store.kill()
                 store.wait()
-    made: Row = {"rounds": len(pairs), "requests": 2 * REQUESTS, "without": options.without}
+    return found
+
+
+def against_stock(found: list[dict[str, Row]], arm: str) -> Row:
+    """Medians of an arm and of the one without the plugin, in milliseconds, and medians of the rounds' ratios."""
+    made: Row = {}
     for part in ("wall", "cpu", "schedule"):
         # While loads are waited for it schedules nothing, over and over.
         each = [
-            tuple(1000 * row[part] / (row["steps"] if part == "schedule" else 2 * REQUESTS) for row in pair)
-            for pair in pairs
+            tuple(
+                1000 * row[part] / (row["steps"] if part == "schedule" else 2 * REQUESTS)
+                for row in (rows["off"], rows[arm])
+            )
+            for rows in found
         ]
         ratios = sorted(on / off for off, on in each)
         made[part] = {
@@ -257,17 +262,47 @@ def main() -> int:
             "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
         }
     for name in ("steps", "tokens", "cached"):
-        made[name] = [sum(each[name] for each in arm) for arm in zip(*pairs, strict=True)]
+        made[name] = [sum(rows[which][name] for rows in found) for which in ("off", arm)]
     made["requests_per_second"] = [
-        statistics.median(2 * REQUESTS / each["wall"] for each in arm) for arm in zip(*pairs, strict=True)
+        statistics.median(2 * REQUESTS / rows[which]["wall"] for rows in found) for which in ("off", arm)
     ]
+    return made
+
+
+def main() -> int:
+    """Command line."""
+    if sys.argv[1:2] == ["--arm"]:
+        _, _, model, arm, patched, port, *left_out = sys.argv
+        be_arm(model, arm, patched == "patched", int(port), left_out)
+        return 0
+    from hack.setup.steps import engine_python
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2, help="sets of processes, one after another (default 2)")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of each set (default 12)")
+    parser.add_argument("--without", action="append", default=[], help="without this patch; may be repeated")
+    parser.add_argument("--against", metavar="REVISION", help="the plugin of that commit, too")
+    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "plugin-share.json")
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        trees: dict[str, Path | None] = {"off": None, "on": ROOT}
+        if options.against:
+            from bench.fanout import trees as trees_of
+
+            trees["before"] = stack.enter_context(trees_of(options.against))["before"]
+        found = take_turns(engine_python(), trees, options)
+    made: Row = {"rounds": len(found), "requests": 2 * REQUESTS, "without": options.without}
+    made["arms"] = {name: against_stock(found, name) for name in trees if name != "off"}
+    if options.against:
+        made["before"] = options.against
     options.json.write_text(json.dumps(made, indent=1) + "\n")
-    print(f"{'ms':34} {'off':>8} {'on':>8} {'ratio':>7} (quartiles)")
-    for part, label in (("wall", "a request"), ("cpu", "a request, CPU"), ("schedule", "a step's scheduling")):
-        one = made[part]
-        print(f"{label:34} {one['off_ms']:8.3f} {one['on_ms']:8.3f} {one['ratio']:7.3f} ", end="")
-        print(f"({one['quartiles'][0]:.3f} to {one['quartiles'][1]:.3f})")
-    print(f"requests a second {made['requests_per_second']}; steps {made['steps']}; cached tokens {made['cached']}")
+    for name, arm in made["arms"].items():
+        print(f"{'ms':34} {'off':>8} {name:>8} {'ratio':>7} (quartiles)")
+        for part, label in (("wall", "a request"), ("cpu", "a request, CPU"), ("schedule", "a step's scheduling")):
+            one = arm[part]
+            print(f"{label:34} {one['off_ms']:8.3f} {one['on_ms']:8.3f} {one['ratio']:7.3f} ", end="")
+            print(f"({one['quartiles'][0]:.3f} to {one['quartiles'][1]:.3f})")
+        print(f"requests a second {arm['requests_per_second']}; steps {arm['steps']}; cached tokens {arm['cached']}")
     return 0
 
 
