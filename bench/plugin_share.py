@@ -4,10 +4,12 @@
     .venv/bin/python -m bench.plugin_share --against REVISION      # the plugin of that commit, too, in the same run
 
 Real vLLM with the tiny model, real Mooncake master, store client, saves, lookups and loads; offline, so that there is
-no HTTP to hide behind. All arms are processes that live at the same time, with keys of their own, and take turns, a
-round each; whose turn is first changes. A round is 2 x 48 requests that share prefixes, 48 tokens each: computed and
-saved, then once more after the local cache was emptied, so that they load from the store. ``bench.plugin_cost`` has the
-scheduler's part alone.
+no HTTP to hide behind. What vLLM's loop does between the steps of an engine that serves is done here, too: without it a
+load waits for the interpreter, which is busy with steps of nothing, and so much the longer the more threads it takes.
+
+All arms are processes that live at the same time, with keys of their own, and take turns, a round each; whose turn is
+first changes. A round is 2 x 48 requests that share prefixes, 48 tokens each: computed and saved, then once more after
+the local cache was emptied, so that they load from the store. ``bench.plugin_cost`` has the scheduler's part alone.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUESTS, TOKENS, HEADS, VOCABULARY = 48, 48, 6, 500
 LOOKUP_PORT = 18190
+EMPTY_STEP_SECONDS = 0.001
+"""What vLLM's loop of an engine process leaves to other threads; an engine in the caller's process does not do so."""
 Row = dict[str, Any]
 
 
@@ -91,8 +96,20 @@ def be_arm(model: str, arm: str, patched: bool, port: int, left_out: list[str]) 
 
         setattr(scheduler, name, watching)
 
+    def served(step: Callable[[], Any]) -> Callable[[], Any]:
+        """The step of an engine that serves: one that computed nothing is followed by a pause for other threads."""
+
+        def stepping() -> Any:
+            outputs, computed = step()
+            if not computed and scheduler.has_requests():
+                time.sleep(EMPTY_STEP_SECONDS)
+            return outputs, computed
+
+        return stepping
+
     watched("schedule")
     watched("update_from_output")
+    core.step_fn = served(core.step_fn)
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     print(json.dumps({"patched": patched}), file=out, flush=True)
     for line in sys.stdin:
@@ -246,7 +263,6 @@ def against_stock(found: list[dict[str, Row]], arm: str) -> Row:
     """Medians of an arm and of the one without the plugin, in milliseconds, and medians of the rounds' ratios."""
     made: Row = {}
     for part in ("wall", "cpu", "schedule"):
-        # While loads are waited for it schedules nothing, over and over.
         each = [
             tuple(
                 1000 * row[part] / (row["steps"] if part == "schedule" else 2 * REQUESTS)
