@@ -15,8 +15,8 @@ apart from these what a request costs before it waits (its hashes).
 The ratio is the median over the rounds' ratios: the two arms' turns of a round follow each other, and machines whose
 speed changes change it for both. ``--control`` adds an arm that is like the first: how far from 1 its ratio is, the
 others may be for nothing. ``--count`` counts the bytecodes that both arms execute: the same on every machine and in
-every run, and blind to what is spent in C. ``--instructions`` counts the machine instructions, C's among them, and is
-blind to what a cache or a branch that was guessed wrongly costs.
+every run, and blind to what is spent in C. ``--instructions`` counts the machine instructions, C's among them; beside
+them stand the misses of a simulated cache of 512 KiB, and the branches that a simulated processor guessed wrongly.
 
 Exit status 1 if a ratio of the scheduler is above ``--limit``, or if the arms did not do the same work.
 """
@@ -37,6 +37,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.plugin_meters import BRANCHES, C_SOURCE, CACHE, GRIND, Bytecodes, CpuTime, Instructions
+
 ROOT = Path(__file__).resolve().parents[1]
 SCENES = ("no store", "store")
 STOCK, ALL, CONTROL = "stock", "all", "stock again"
@@ -49,8 +51,7 @@ Row = dict[str, Any]
 class Unit(NamedTuple):
     """What is counted."""
 
-    meter: str
-    """Class of bench/plugin_meters.py."""
+    meter: type[CpuTime]
     title: str
     results: str
     repeats: tuple[int, int] | None = None
@@ -58,9 +59,9 @@ class Unit(NamedTuple):
 
 
 UNITS = {
-    "time": Unit("CpuTime", "us", "plugin-cost.json"),
-    "bytecodes": Unit("Bytecodes", "codes", "plugin-count.json", (1, 2)),
-    "instructions": Unit("Instructions", "instr.", "plugin-instructions.json", (1, 2)),
+    "time": Unit(CpuTime, "us", "plugin-cost.json"),
+    "bytecodes": Unit(Bytecodes, "codes", "plugin-count.json", (1, 2)),
+    "instructions": Unit(Instructions, "instr.", "plugin-instructions.json", (1, 2)),
 }
 LIBRARY = "callgrind.so"
 
@@ -71,8 +72,8 @@ LIBRARY = "callgrind.so"
 class Load:
     """One core, and the time that its scheduler takes."""
 
-    def __init__(self, kit: Any, model: Path, scene: str, patched: bool, meter: Any) -> None:
-        """``meter``: one of bench/plugin_meters.py."""
+    def __init__(self, kit: Any, model: Path, scene: str, patched: bool, meter: CpuTime) -> None:
+        """``meter``: what counts."""
         self._kit = kit
         self._meter = meter
         self._store = kit.SimStore() if scene == "store" else None
@@ -108,7 +109,8 @@ class Load:
         work: Row = {}
         for parts in self._meter.passes:
             work = self._pass(seed, parts)
-        return {**{part: thousands / 1000 for part, thousands in self._meter.spent.items()}, **work}
+        cost = {part: thousands / 1000 for part, thousands in self._meter.spent.items()}
+        return {**cost, **work, "events": dict(self._meter.events.get("scheduler", {}))}
 
     def _pass(self, seed: int, parts: tuple[str, ...]) -> Row:
         self.steps = 0
@@ -134,8 +136,6 @@ class Load:
 def be_arm(model: Path, mode: str, unit: str, scenes: Sequence[str], *more: str) -> None:
     """Answer rounds until the input ends. ``mode``: STOCK, CONTROL, ALL, or the name of the patch that is left out;
     ``more``: what the meter of ``unit`` needs."""
-    import plugin_meters
-
     patched = mode not in (STOCK, CONTROL)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -155,7 +155,7 @@ def be_arm(model: Path, mode: str, unit: str, scenes: Sequence[str], *more: str)
         registry = Registry(patch for patch in PATCHES.patches if patch.name != mode)
         registry.apply()
         table = registry.table
-    meter: Any = getattr(plugin_meters, UNITS[unit].meter)(*map(Path, more))
+    meter: Any = UNITS[unit].meter(*map(Path, more))
     loads = {scene: Load(kit, model, scene, patched, meter) for scene in scenes}
     print(json.dumps({"vllm": vllm.__version__, "patches": dict(table)}), file=out, flush=True)
     for line in sys.stdin:
@@ -174,7 +174,7 @@ class Arm:
     ) -> None:
         """``folder``: for its log, and with callgrind for the library that ``compiled`` made."""
         kit = ROOT / "tests" / "component" / "engine" / "scheduler"
-        path = [str(each) for each in (home, ROOT / "engine_patches", kit) if each is not None]
+        path = [str(each) for each in (home, ROOT / "engine_patches", kit, ROOT) if each is not None]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONTIDE_")}
         environment |= {
             "PYTHONPATH": os.pathsep.join(path),
@@ -188,8 +188,7 @@ class Arm:
         command = [str(python), "-W", "ignore", str(Path(__file__).resolve()), "--arm", str(model), mode, unit]
         command += [",".join(scenes)]
         if unit == "instructions":
-            grind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no"]
-            command = [*grind, f"--callgrind-out-file={out}", *command, str(folder / LIBRARY), str(out)]
+            command = ["valgrind", *GRIND, f"--callgrind-out-file={out}", *command, str(folder / LIBRARY), str(out)]
         self._log = log = folder / f"{mode}.log"
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -279,6 +278,9 @@ def row(scene: str, mode: str, said: Row, pairs: list[tuple[Row, Row]]) -> Row:
             "ratio": statistics.median(ratios),
             "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
         }
+    for what, names in (("cache_misses", CACHE), ("wrong_branches", BRANCHES)) if pairs[0][0]["events"] else ():
+        off, on = (sum(each["events"][name] for each in arm for name in names) for arm in zip(*pairs, strict=True))
+        made["scheduler"][what] = {"off": off, "on": on, "ratio": on / off}
     works = ("steps", "tokens", "loaded")
     made["work"] = {name: [sum(each[name] for each in arm) for arm in zip(*pairs, strict=True)] for name in works}
     made["same_work"] = all(off == on for off, on in made["work"].values())
@@ -287,8 +289,6 @@ def row(scene: str, mode: str, said: Row, pairs: list[tuple[Row, Row]]) -> Row:
 
 def compile_library(path: Path) -> None:
     """What lets an arm turn callgrind on and off, as ``path``. Ends the program where valgrind or a compiler lacks."""
-    from bench.plugin_meters import C_SOURCE
-
     if shutil.which("valgrind") is None or shutil.which("cc") is None:
         raise SystemExit(
             "--instructions needs valgrind with its headers and a C compiler: apt-get install valgrind gcc"
@@ -305,6 +305,7 @@ def line(row: Row) -> str:
         f"{row['vllm']:8} {row['scene']:9} {one['off_us']:11.1f} {one['on_us']:11.1f} {one['ratio']:7.3f} "
         f"({one['quartiles'][0]:.3f} to {one['quartiles'][1]:.3f}) {other['off_us']:11.1f} {other['on_us']:11.1f} "
         f"{other['ratio']:7.3f}"
+        + "".join(f" {name}: {one[name]['ratio']:.3f}" for name in ("cache_misses", "wrong_branches") if name in one)
         + (f"   without {row['without']}" if "without" in row else "   stock again" if "control" in row else "")
         + ("" if row["same_work"] else f"   NOT THE SAME WORK: {row['work']}")
     )
