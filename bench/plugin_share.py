@@ -1,6 +1,6 @@
 """What the whole plugin costs an engine that computes: requests a second with it over without it, in turn in one run.
 
-    python3 -m bench.plugin_share                     # vLLM 0.32.0 on the CPU, about 4 minutes
+    python3 -m bench.plugin_share                     # vLLM 0.32.0 on the CPU, about 6 minutes
     .venv/bin/python -m bench.plugin_share --against REVISION      # the plugin of that commit, too, in the same run
 
 Real vLLM with the tiny model, real Mooncake master, store client, saves, lookups and loads; offline, so that there is
