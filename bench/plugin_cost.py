@@ -3,7 +3,7 @@
     python3 -m bench.plugin_cost                      # every release that is here: about 6 minutes
     python3 -m bench.plugin_cost --release 0.32.0 --processes 1 --rounds 6      # one, in half a minute
     python3 -m bench.plugin_cost --count              # Python bytecodes instead of CPU time: five minutes
-    python3 -m bench.plugin_cost --instructions       # machine instructions, under valgrind: half an hour
+    python3 -m bench.plugin_cost --instructions       # machine instructions, under valgrind: an hour
 
 Real EngineCore, scheduler and scheduler half of the Mooncake connector on the CPU; the worker and the store are
 simulated (tests/component/engine/scheduler), so a step is the scheduler's work without a model. Of a release both arms
@@ -54,14 +54,15 @@ class Unit(NamedTuple):
     meter: type[CpuTime]
     title: str
     results: str
-    repeats: tuple[int, int] | None = None
-    """Pairs of processes and rounds of each, where more would tell no more."""
+    processes: int
+    rounds: int
+    """Of each pair of processes: as many as tell more."""
 
 
 UNITS = {
-    "time": Unit(CpuTime, "us", "plugin-cost.json"),
-    "bytecodes": Unit(Bytecodes, "codes", "plugin-count.json", (1, 2)),
-    "instructions": Unit(Instructions, "instr.", "plugin-instructions.json", (1, 2)),
+    "time": Unit(CpuTime, "us", "plugin-cost.json", 3, 12),
+    "bytecodes": Unit(Bytecodes, "codes", "plugin-count.json", 1, 2),
+    "instructions": Unit(Instructions, "instr.", "plugin-instructions.json", 1, 2),
 }
 LIBRARY = "callgrind.so"
 
@@ -172,7 +173,7 @@ class Arm:
     def __init__(
         self, python: Path, home: Path | None, model: Path, mode: str, unit: str, scenes: Sequence[str], folder: Path
     ) -> None:
-        """``folder``: for its log, and with callgrind for the library that ``compiled`` made."""
+        """``folder``: for its log, and with callgrind for the library that ``compile_library`` made."""
         kit = ROOT / "tests" / "component" / "engine" / "scheduler"
         path = [str(each) for each in (home, ROOT / "engine_patches", kit, ROOT) if each is not None]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONTIDE_")}
@@ -278,9 +279,10 @@ def row(scene: str, mode: str, said: Row, pairs: list[tuple[Row, Row]]) -> Row:
             "ratio": statistics.median(ratios),
             "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
         }
-    for what, names in (("cache_misses", CACHE), ("wrong_branches", BRANCHES)) if pairs[0][0]["events"] else ():
-        off, on = (sum(each["events"][name] for each in arm for name in names) for arm in zip(*pairs, strict=True))
-        made["scheduler"][what] = {"off": off, "on": on, "ratio": on / off}
+    if pairs[0][0]["events"]:
+        for what, names in (("cache_misses", CACHE), ("wrong_branches", BRANCHES)):
+            off, on = (sum(each["events"][name] for each in arm for name in names) for arm in zip(*pairs, strict=True))
+            made["scheduler"][what] = {"off": off, "on": on, "ratio": on / off}
     works = ("steps", "tokens", "loaded")
     made["work"] = {name: [sum(each[name] for each in arm) for arm in zip(*pairs, strict=True)] for name in works}
     made["same_work"] = all(off == on for off, on in made["work"].values())
@@ -323,8 +325,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--release", action="append", help="only this one; may be repeated")
     parser.add_argument("--scene", action="append", choices=SCENES, help="only this one; may be repeated")
-    parser.add_argument("--processes", type=int, default=3, help="pairs of processes, one after another (default 3)")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of each pair and scene (default 12)")
+    parser.add_argument("--processes", type=int, help="pairs of processes, one after another (default 3; counted, 1)")
+    parser.add_argument("--rounds", type=int, help="rounds of each pair and scene (default 12; counted, 2)")
     parser.add_argument("--without", action="append", default=[], help="an arm without this patch, too; repeatable")
     parser.add_argument("--limit", type=float, default=1.02, help="of a ratio of the scheduler (default 1.02)")
     parser.add_argument("--control", action="store_true", help="an arm like the first, too")
@@ -339,8 +341,7 @@ def main() -> int:
     parser.set_defaults(unit="time")
     options = parser.parse_args()
     unit = UNITS[options.unit]
-    if unit.repeats is not None:
-        options.processes, options.rounds = unit.repeats
+    options.processes, options.rounds = options.processes or unit.processes, options.rounds or unit.rounds
     options.json = options.json or ROOT / "bench" / "results" / unit.results
     known = homes()
     if unknown := set(options.release or ()) - known.keys():

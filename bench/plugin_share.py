@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +95,18 @@ def be_arm(model: str, arm: str, patched: bool, port: int, left_out: list[str]) 
 
         setattr(scheduler, name, watching)
 
-    def served(step: Callable[[], Any]) -> Callable[[], Any]:
+    step = core.step_fn
+
+    def served() -> Any:
         """The step of an engine that serves: one that computed nothing is followed by a pause for other threads."""
-
-        def stepping() -> Any:
-            outputs, computed = step()
-            if not computed and scheduler.has_requests():
-                time.sleep(EMPTY_STEP_SECONDS)
-            return outputs, computed
-
-        return stepping
+        outputs, computed = step()
+        if not computed and scheduler.has_requests():
+            time.sleep(EMPTY_STEP_SECONDS)
+        return outputs, computed
 
     watched("schedule")
     watched("update_from_output")
-    core.step_fn = served(core.step_fn)
+    core.step_fn = served
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     print(json.dumps({"patched": patched}), file=out, flush=True)
     for line in sys.stdin:
